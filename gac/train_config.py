@@ -103,6 +103,9 @@ class TrainConfig(Checked):
     """AdamW and its schedule."""
     steps: Annotated[int, STEPS] = setting(800, may_change=True)
     """Number of optimizer steps."""
+    budget_tokens: Count | None = setting(None, may_change=True)
+    """End the run after the step with which it has trained on this many tokens, prompts included:
+    the budget of the paper's appendix H. `steps` is then the most; null: no budget."""
     demo_batch_size: Count = 64
     """Demonstrations per optimizer step, over all ranks."""
     micro_batch_size: Count | None = setting(None, may_change=True)
@@ -126,6 +129,8 @@ class TrainConfig(Checked):
     not part of the loss; null: an eighth of them for a method that only compares the KL with a
     target (`gac`), otherwise all.
     """
+    log_update_norm: bool = setting(False, may_change=True)
+    """Log the norm of every update of the weights; it takes a copy of the trained weights."""
     ignore_input_changes: bool = setting(False, may_change=True)
     """Resume although the content of the data, the reward, the model or the tokenizer has changed.
     """

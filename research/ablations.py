@@ -113,6 +113,26 @@ class RandomDisagreement(DegradedSignals):
 
 
 @dataclass(frozen=True)
+class FixedOptimum:
+    """Signals for which equation 3 gives the same mu* at every refresh: the paper's fixed mu."""
+
+    mu: float = 0.58
+    """mu*, in [0, 1]; the default is the paper's QCM."""
+    needs = SourceNeeds()
+
+    def __post_init__(self) -> None:
+        require(is_real(self.mu) and 0 <= self.mu <= 1, "mu", self.mu, "a number in [0, 1]")
+
+    def init(self) -> State:
+        """Return an empty state: this source is stateless."""
+        return {}
+
+    def read(self, evidence: Evidence, state: State) -> tuple[Reading, State]:
+        """Variances whose optimum is mu, without disagreement."""
+        return Reading(Signals(1 - self.mu, self.mu, 0.0)), state
+
+
+@dataclass(frozen=True)
 class RandomPrior:
     """Random values, uniform in [low, high]: the paper's misspecified prior.
 
@@ -149,7 +169,16 @@ def uniform(name: str, seed: int, index: int) -> float:
 
 _HERE = "research.ablations:"
 _GRADIENTS = {"name": "gradients"}
+_FIXED = 0.58
 ABLATIONS: dict[str, dict[str, Any]] = {
+    "fixed-mu-ema": {
+        "weight": "one",
+        "prior_blend": 1.0,
+        "signals": f"{_HERE}FixedOptimum",
+        **dict.fromkeys(
+            ("alpha_init", "alpha_min", "alpha_max"), _FIXED
+        ),  # before the first signals
+    },
     "gac-no-phi": {"weight": "one"},
     "gac-no-ema": {"ema": "none"},
     "gac-no-prior": {"prior_blend": 1.0},
@@ -173,5 +202,5 @@ ABLATIONS: dict[str, dict[str, Any]] = {
         "signals": _GRADIENTS,
     },
 }
-"""Label -> fields of `gac` that differ from its defaults: the paper's tables 3, 8, 15 and 22,
+"""Label -> fields of `gac` that differ from its defaults: the paper's tables 3, 7, 8, 15 and 22,
 equations 4 and 5, appendix E, and its oracle (mu* without averaging, prior or cap)."""

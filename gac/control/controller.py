@@ -65,6 +65,8 @@ class ControllerState:
     """State of the gate; None before its first measurement."""
     alarm: AlarmState | None = None
     """State of the alarm; None before the first loss."""
+    alpha_step: float = 0.0
+    """s_t of the last update, times `kl_sign`; 0: the KL is in its target band, or not new."""
 
     @property
     def demos_suspect(self) -> bool:
@@ -93,7 +95,7 @@ class ControllerState:
         require(not wrong, "state", wrong, use)
         require(is_count(plain["step"]), "step", plain["step"], "an integer >= 0")
         values = dict(plain)
-        for name in ("mu", "mu_ada", "alpha"):
+        for name in ("mu", "mu_ada", "alpha", "alpha_step"):
             values[name] = finite(name, plain[name])
         for name in ("kl", "sft_variance", "rl_variance", "disagreement", "mu_star", "prior"):
             values[name] = None if plain[name] is None else finite(name, plain[name])
@@ -246,10 +248,11 @@ def step(
         averages = [_ema(decay, *pair) for pair in zip(old, map(float, corrections), strict=True)]
         correction_emas = tuple(0.0 if value is None else value for value in averages)
 
-    kl_ema, alpha = state.kl, state.alpha
+    kl_ema, alpha, move = state.kl, state.alpha, 0.0
     due = config.alpha_every == "step" or config.is_refresh(state.step)
     if due and kl is not None and math.isfinite(kl):
         kl_ema = _average(config.kl_decay, state.kl, float(kl))
+        move = alpha_step(config, kl_ema)
         alpha = next_alpha(config, alpha, kl_ema)
 
     target = _mu_star(config, alpha, signal_emas, correction_emas)
@@ -285,18 +288,24 @@ def step(
         prior=prior,
         gate=gate,
         alarm=alarm,
+        alpha_step=move,
     )
 
 
-def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
-    """Update alpha by equation 10 with the hysteresis of equation 13; `kl` is the averaged KL."""
+def alpha_step(config: ControllerConfig, kl: float) -> float:
+    """s_t of equation 13, times `kl_sign`: 0 in the band of the hysteresis; `kl` is averaged."""
     ratio = kl / config.kl_target
     move = 0.0
     if ratio > 1.0 + config.kl_hysteresis:
         move = config.kl_up * (ratio - 1.0)
     elif ratio < 1.0 - config.kl_hysteresis:
         move = -config.kl_down * (1.0 - ratio)
-    grown = alpha * math.exp(min(config.kl_sign * move, 700.0))  # exp(710) overflows
+    return config.kl_sign * move
+
+
+def next_alpha(config: ControllerConfig, alpha: float, kl: float) -> float:
+    """Update alpha by equation 10 with the hysteresis of equation 13; `kl` is the averaged KL."""
+    grown = alpha * math.exp(min(alpha_step(config, kl), 700.0))  # exp(710) overflows
     return _clip(grown, config.alpha_min, config.alpha_max)
 
 

@@ -248,6 +248,26 @@ def bias_moments(gram: torch.Tensor, covariance: float = 0.0) -> Corrections:
     return Corrections(covariance, *((x @ gram @ y).item() for x, y in pairs))
 
 
+def bias_alignment(gram: torch.Tensor, alpha: float) -> float:
+    """gamma of the paper's appendix A: <b_r - b_s, g> / |g|^2 with g = alpha g_s + (1 - alpha) g_r.
+
+    The paper does not define its g-bar; here it is the target of equation 1, from the unbiased
+    gradients.
+
+    Args:
+        gram: [4, 4] as in `bias_moments`.
+        alpha: target share of the SFT gradient, in [0, 1].
+
+    Returns:
+        gamma; nan if the target is 0.
+    """
+    gram = torch.as_tensor(gram, dtype=torch.float64)
+    gap = gram.new_tensor([-1.0, 1.0, 1.0, -1.0])
+    target = gram.new_tensor([0.0, 0.0, alpha, 1.0 - alpha])
+    square = (target @ gram @ target).item()
+    return (gap @ gram @ target).item() / square if square > 0 else math.nan
+
+
 def _variance_of_mean(block: torch.Tensor) -> float:
     """Estimate tr Cov(mean x, mean y) from <x_i, y_j> [M, M] of M paired draws; nan for M < 2."""
     count = block.shape[0]

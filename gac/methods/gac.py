@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from gac.control.alarm import Alarm, alarm_message, is_suspect
 from gac.control.controller import ControllerConfig, ControllerState, initial_state, step
 from gac.control.gate import Gate, GateState
 from gac.control.schedules import Prior, PriorChoice
-from gac.control.signals import GradientSignals, ProxySignals, Source
+from gac.control.signals import (
+    GradientSignals,
+    ProxySignals,
+    Reading,
+    SignalSource,
+    Source,
+    bias_alignment,
+)
 from gac.fields import require_default
-from gac.types import Mix, Observation, State, StepNeeds
+from gac.types import Evidence, Mix, Observation, State, StepNeeds
 from gac_kernels import DemoWeight, Signals
 
 from .base import OURS, TokenWeighted, preset
 
+REPORTED = "mu_star", "prior", "alpha", "alpha_step"  # of the controller's state
+AVERAGES = "kl", *Signals._fields
 SATURATED = 5  # updates in a row after which a log message says that the controller is saturated
 
 
@@ -90,6 +100,7 @@ class GAC(
             "controller": initial_state(self).to_dict(),
             "signals": self.signals.init(),
             "read": None,
+            "measured": {},  # of the latest reading: covariance and gamma, where measured
             "saturated": 0,  # consecutive updates with alpha at its upper bound and mu rising
         }
 
@@ -100,6 +111,8 @@ class GAC(
             reading, state["signals"] = self.signals.read(last.evidence, state["signals"])
             signals, corrections, alignment = reading
             state["read"] = list(signals)
+            alpha = state["controller"]["alpha"]
+            state["measured"] = measured_corrections(self.signals, last.evidence, reading, alpha)
         measured = signals, last.kl, corrections, alignment, last.demo_loss, last.demo_losses
         before = ControllerState.from_dict(state["controller"])
         controller = step(self, before, *measured)
@@ -143,7 +156,8 @@ class GAC(
         return needs
 
     def report(self, state: State) -> dict[str, float | None]:
-        columns = {name: state["controller"][name] for name in ("mu_star", "prior", "alpha")}
+        columns = {name: state["controller"][name] for name in REPORTED}
+        columns |= {f"average_{name}": state["controller"][name] for name in AVERAGES}
         if state["controller"]["gate"] is not None:
             gate = GateState.of(state["controller"]["gate"])
             columns |= {"trust": gate.trust, "cosine": gate.cosine, "z": gate.z}
@@ -153,8 +167,26 @@ class GAC(
         if isinstance(self.signals, ProxySignals):
             return columns
         # the logged signals are the proxies; add the latest reading that this step's mu is based on
-        read = Signals(*state["read"])._asdict() if state["read"] else {}
-        return columns | {f"read_{name}": read.get(name) for name in Signals._fields}
+        read = dict(zip(Signals._fields, state["read"] or (None,) * 3, strict=True))
+        read = read | {name: state["measured"].get(name) for name in self._corrections()}
+        return columns | {f"read_{name}": value for name, value in read.items()}
+
+    def _corrections(self) -> tuple[str, ...]:
+        """The corrections that the source measures: the covariance, and gamma of the biases."""
+        paired = getattr(self.signals, "paired", False)
+        return ("covariance",) * paired + ("gamma",) * self.signals.needs.bias
+
+
+def measured_corrections(
+    source: SignalSource, evidence: Evidence, reading: Reading, alpha: float
+) -> dict[str, float]:
+    """The covariance of equation 4 and gamma of equation 5, where `source` measures them."""
+    known: dict[str, float] = {}
+    if getattr(source, "paired", False) and reading.corrections is not None:
+        known["covariance"] = reading.corrections.covariance
+    if evidence.bias_gram is not None:
+        known["gamma"] = bias_alignment(evidence.bias_gram, alpha)
+    return {name: value for name, value in known.items() if math.isfinite(value)}
 
 
 GACPaper = preset(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -167,6 +167,14 @@ def clip_gradient(
     norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
     if max_norm:
         nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+@torch.no_grad()
+def distance(trained: Sequence[nn.Parameter], before: Sequence[torch.Tensor]) -> float:
+    """Euclidean distance of the weights `trained` from their copies `before`, over all shards."""
+    moved = [p.detach().float() - old.float() for p, old in zip(trained, before, strict=True)]
+    norm = nn.utils.get_total_norm(moved)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 

@@ -4,11 +4,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gac.evaluation.table import align_columns
 
 from .groups import Group, caution, group_runs
+from .health import (
+    STAGES,
+    alpha_stability,
+    column,
+    cross_covariance,
+    smoothing,
+    stages,
+    training_health,
+)
 from .reading import Columns, Run, flatten
 from .statistics import final_and_best, kl_area, large_mu_events, mean_sd, total, variance
 
@@ -39,6 +46,48 @@ STABILITY = (
     Column("length_variance", "length variance"),
     Column("tokens", "tokens (thousands)", 1e-3, 0),
     Column("minutes", "minutes", 1, 1),
+)
+HEALTH = (
+    Column("effective_tokens", "effective RL tokens (thousands)", 1e-3, 0),
+    Column("clip_ratio", "clipped %", 100, 1),
+    Column("kl_trigger", "KL trigger %", 100, 1),
+    Column("kl_off_target", "KL off target %", 100, 1),
+    Column("mean_length", "mean length", 1, 1),
+    Column("within_bound", "updates within 0.1 %", 100, 1),
+    Column("largest_update", "largest update"),
+)
+CONTROLLER = (
+    Column("alpha_mean", "alpha"),
+    Column("alpha_deviation", "deviation"),
+    Column("alpha_low", "5%"),
+    Column("alpha_high", "95%"),
+    Column("alpha_large", "changes above 0.05 %", 100, 1),
+    Column("kl_average_mean", "averaged KL"),
+    Column("kl_average_deviation", "deviation"),
+    Column("kl_average_low", "5%"),
+    Column("kl_average_high", "95%"),
+    Column("fast_before", "fast power of μ*"),
+    Column("fast_after", "of μ"),
+    Column("fast_removed", "removed %", 100, 1),
+)
+COVARIANCE = (
+    Column("covariance", "c"),
+    Column("covariance_variation", "deviation / mean"),
+    Column("denominator_positive", "denominator > 0 %", 100, 1),
+    Column("covariance_share", "|c| / (σs² + σr²) %", 100, 1),
+    Column("gamma", "|gamma|"),
+    Column("gamma_low", "least gamma"),
+    Column("gamma_high", "largest gamma"),
+)
+BY_STAGE = tuple(
+    Column(f"{stage}_{term}", title, scale, 2 if scale == 1 else 0)
+    for stage in STAGES
+    for term, title, scale in (
+        ("mu", f"{stage}: μ", 1),
+        ("alpha", "weight of α %", 100),
+        ("1", "of 1 %", 100),
+        ("0", "of 0 %", 100),
+    )
 )
 
 
@@ -72,11 +121,11 @@ def summarize(run: Run, window: int) -> dict[str, float]:
     # the evaluation before the first step is a baseline, not a result
     trained = run.evals["step"] > 0
     before, evals = ({k: v[rows] for k, v in run.evals.items()} for rows in (~trained, trained))
-    final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
-    events, windows = large_mu_events(steps, field(metrics, "mu"), window)
+    final, best, _ = final_and_best(evals["step"], column(evals, "accuracy"))
+    events, windows = large_mu_events(steps, column(metrics, "mu"), window)
 
     def last(rows: Columns, name: str) -> float:
-        return final_and_best(rows["step"], field(rows, name))[0]
+        return final_and_best(rows["step"], column(rows, name))[0]
 
     by_name = {f"accuracy/{split}": last(evals, f"accuracy/{split}") for split in run.splits}
     by_name |= {f"start/{task}": last(before, f"accuracy/{task}") for task in run.tasks}
@@ -88,17 +137,17 @@ def summarize(run: Run, window: int) -> dict[str, float]:
         "start": last(before, "accuracy"),
         "final": final,
         "best": best,
-        "kl_area": kl_area(steps, field(metrics, "kl")),
+        "kl_area": kl_area(steps, column(metrics, "kl")),
         "mu_events": events / windows if windows else math.nan,
-        "length_variance": variance(field(metrics, "completions/mean_length")),
-        "tokens": total(field(metrics, "tokens")),
-        "minutes": total(field(metrics, "seconds")) / 60,
+        "length_variance": variance(column(metrics, "completions/mean_length")),
+        "tokens": total(column(metrics, "tokens")),
+        "minutes": total(column(metrics, "seconds")) / 60,
+        **training_health(metrics, run.config),
+        **alpha_stability(metrics),
+        **smoothing(metrics),
+        **cross_covariance(metrics),
+        **stages(metrics),
     }
-
-
-def field(columns: Columns, name: str) -> np.ndarray:
-    """A column, or an all-nan column if no row has it."""
-    return columns[name] if name in columns else np.full(len(columns["step"]), math.nan)
 
 
 def tables(groups: Sequence[Group], window: int) -> list[Table]:
@@ -123,6 +172,10 @@ def tables(groups: Sequence[Group], window: int) -> list[Table]:
         (f"Accuracy{number}", (*ACCURACY, *by_split)),
         ("Additional tasks", by_task),
         ("Stability and cost", STABILITY),
+        ("Training health", HEALTH),
+        ("Controller", CONTROLLER),
+        ("Stages of mu*", BY_STAGE),
+        ("Covariance and bias", COVARIANCE),
     )
     result = []
     for title, columns in blocks:

@@ -21,6 +21,8 @@ from .page import render
 from .results import row_cells, summary
 from .runs import result, run_all
 
+UNEQUAL = 0.05  # relative difference of the arms' tokens that is reported
+
 
 def run(options: argparse.Namespace) -> int:
     """Run the study that the arguments describe; returns the exit code, 1 if a run failed."""
@@ -64,10 +66,51 @@ def run(options: argparse.Namespace) -> int:
         "baseline": baseline,
         "command": command_line(options, specs),
     }
-    study = {"setting": setting, "methods": summary(finals, baseline), "failed": failed}
+    tokens = {a: [r["tokens"] for s in seeds if (r := results[s, a]) is not None] for a in arms}
+    study = {
+        "setting": setting,
+        "methods": summary(finals, baseline),
+        "tokens": tokens,
+        "notes": unlike({a: configs[0, a] for a in arms}, tokens),
+        "failed": failed,
+    }
     write(out, study, [Path(c.out) for key, c in configs.items() if results[key] is not None])
-    print(table(study), f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}")
+    print(
+        table(study),
+        *study["notes"],
+        f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}",
+    )
     return 1 if failed else 0
+
+
+def unlike(configs: Mapping[str, TrainConfig], tokens: Mapping[str, Sequence[int]]) -> list[str]:
+    """One line for each respect in which a comparison of these arms is not of like with like.
+
+    tokens: of each finished run.
+    """
+    notes = []
+    weights = {a: weight for a, c in configs.items() if (weight := _token_weight(c)) is not None}
+    if len(set(weights.values())) > 1:
+        shown = ", ".join(f"{arm} {weight}" for arm, weight in weights.items())
+        notes.append(
+            f"The arms weigh the demonstrations' tokens differently ({shown}), which can matter "
+            "more than mu: for one weight, write e.g. gac:weight=one."
+        )
+    means = {arm: sum(own) / len(own) for arm, own in tokens.items() if own}
+    if means and max(means.values()) > (1 + UNEQUAL) * min(means.values()):
+        shown = ", ".join(f"{arm} {mean:,.0f}" for arm, mean in means.items())
+        notes.append(
+            f"The arms trained on different numbers of tokens ({shown}): --set budget_tokens=N "
+            "ends every run at N, if `steps` allows that many."
+        )
+    return notes
+
+
+def _token_weight(config: TrainConfig) -> str | None:
+    """The weight of the demonstrations' tokens; None: the method has no fused loss, or no demos."""
+    loss = config.method.loss(config.loss)
+    uses_demos = any(config.method.needs(step).demos for step in range(config.steps))
+    return str(loss.spec.demo_weight) if uses_demos and loss.token is None else None
 
 
 def command_line(options: argparse.Namespace, specs: Sequence[str]) -> str:
@@ -88,7 +131,7 @@ def write(out: Path, study: dict[str, Any], runs: Sequence[Path]) -> None:
 
 def table(study: dict[str, Any]) -> str:
     """The comparison as a text table, in percent."""
-    lines = [["method", "seeds", "accuracy", "95%", "difference", "95%"]]
+    lines = [["method", "seeds", "accuracy", "95%", "difference", "95%", "p", "d"]]
     lines += [[label, *row_cells(row)] for label, row in study["methods"].items()]
     return align_columns(lines)
 

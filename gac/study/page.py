@@ -12,12 +12,13 @@ from gac.report.page import render_template
 from gac.report.plots import COLORS
 from gac.study.results import row_cells
 
-COLUMNS = ("seeds", "accuracy", "95% interval", "against the baseline", "95% interval")
+COLUMNS = ("seeds", "accuracy", "95% interval", "against the baseline", "95% interval", "p", "d")
 HOW_TO_READ = (
     "Accuracy is the fraction of held-out problems solved after the last step (at the best "
     "evaluation, for methods that keep their best weights). Intervals are 95% t intervals over the "
     "seeds; without any effect, one in 20 differences has an interval that excludes 0. Differences "
-    "are paired by seed, because runs with the same seed share data order and initial model."
+    "are paired by seed, because runs with the same seed share data order and initial model. p is "
+    "that of the paired t test, d is Cohen's d: the difference in pooled standard deviations."
 )
 
 
@@ -35,6 +36,7 @@ def render(study: Mapping[str, Any], report: str | None) -> str:
         how_to_read=HOW_TO_READ,
         figure=draw(rows, setting["baseline"]),
         report=report,
+        notes=study["notes"],
         failed=study["failed"],
         setting=to_yaml(dict(setting)),
     )

@@ -23,12 +23,45 @@ def interval(values: Sequence[float], share: bool = False) -> list[float] | None
     """
     if len(values) < 2:
         return None
-    # Student's t is sqrt(n - 1) * tan(angle), with density cos(angle) ** (n - 2)
-    n, angles = len(values), np.linspace(0, np.pi / 2, 100_000)
-    mass = np.cumsum(np.cos(angles) ** (n - 2))
+    n = len(values)
+    angles, mass = _student(n)
     quantile = math.sqrt(n - 1) * math.tan(np.interp(0.95 * mass[-1], mass, angles))
     ends = np.mean(values) + np.array([-1, 1]) * quantile * np.std(values, ddof=1) / math.sqrt(n)
     return [round(end, 6) for end in (ends.clip(0, 1) if share else ends).tolist()]
+
+
+def p_value(differences: Sequence[float]) -> float | None:
+    """Two-sided p of the paired t test that the mean difference is 0; None for fewer than two."""
+    if len(differences) < 2:
+        return None
+    n, mean, deviation = len(differences), np.mean(differences), np.std(differences, ddof=1)
+    if deviation == 0:
+        return 1.0 if mean == 0 else 0.0
+    angles, mass = _student(n)
+    angle = math.atan(abs(mean) / deviation * math.sqrt(n / (n - 1)))
+    return round(float(1 - np.interp(angle, angles, mass) / mass[-1]), 6)
+
+
+def cohens_d(values: Sequence[float], base: Sequence[float]) -> float | None:
+    """Cohen's d: the difference of the means in pooled standard deviations; None if these are 0.
+
+    It does not use that seeds are paired, so that it is comparable with other publications'.
+    """
+    if min(len(values), len(base)) < 2:
+        return None
+    spread = (len(values) - 1) * np.var(values, ddof=1) + (len(base) - 1) * np.var(base, ddof=1)
+    pooled = math.sqrt(spread / (len(values) + len(base) - 2))
+    return round(float(np.mean(values) - np.mean(base)) / pooled, 6) if pooled > 0 else None
+
+
+def _student(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The distribution of the t of n values: angles in [0, pi / 2], and the mass below each.
+
+    Student's t is sqrt(n - 1) * tan(angle), with density cos(angle) ** (n - 2).
+    """
+    angles = np.linspace(0, np.pi / 2, 100_000)
+    density = np.cos(angles) ** (n - 2)
+    return angles, np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
 
 
 def paired(values: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
@@ -47,17 +80,26 @@ def summary(finals: Finals, baseline: str) -> dict[str, dict[str, Any]]:
             "final": list(values),
             "mean": mean(known),
             "ci95": interval(known, share=all(0 <= value <= 1 for value in known)),
-            "against_baseline": {"difference": mean(differences), "ci95": interval(differences)},
+            "against_baseline": {
+                "difference": mean(differences),
+                "ci95": interval(differences),
+                "p": p_value(differences),
+                "cohens_d": cohens_d(known, [x for x in finals[baseline] if x is not None]),
+            },
         }
     return rows
 
 
 def row_cells(row: Mapping[str, Any]) -> list[str]:
-    """Table cells: number of seeds, accuracy with interval, difference with interval."""
+    """Cells: number of seeds, accuracy, difference, both with intervals, p and Cohen's d."""
     against, known = row["against_baseline"], sum(value is not None for value in row["final"])
     accuracy = [percent(row["mean"]), percent_interval(row["ci95"])]
     difference = [percent(against["difference"], "+"), percent_interval(against["ci95"], "+")]
-    return [str(known), *accuracy, *difference]
+    effect = [
+        "-" if against[name] is None else f"{against[name]:{form}}"
+        for name, form in (("p", ".3f"), ("cohens_d", "+.2f"))
+    ]
+    return [str(known), *accuracy, *difference, *effect]
 
 
 def mean(values: Sequence[float]) -> float | None:

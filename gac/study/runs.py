@@ -103,7 +103,7 @@ def start_server(modules: list[str]) -> None:
 
 
 def result(config: TrainConfig) -> dict[str, Any] | None:
-    """Result of a finished run: `final` (its last or best evaluation) and `seconds` (of training).
+    """Result of a finished run: its last or best evaluation `final`, `seconds` and `tokens`.
 
     None if the run is not finished. Raises ConfigError if it was run with other settings.
     """
@@ -189,4 +189,5 @@ def _summary(config: TrainConfig) -> dict[str, Any]:
     return {
         "final": best or rows[-1],
         "seconds": sum(json.loads(line)["seconds"] for line in lines),
+        "tokens": sum(json.loads(line)["tokens"] for line in lines),
     }

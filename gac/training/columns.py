@@ -41,7 +41,10 @@ METRICS: dict[str, Column] = {
     ),
     "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", END),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
-    "tokens": Column("tokens", "all tokens of the rows, prompts included", STEP),
+    "update_norm": Column("", "norm of the weights' change, with `log_update_norm`", STEP),
+    "tokens, rollout_tokens": Column(
+        "tokens", "of the rows, prompts included; of the rollouts, with a loss", STEP
+    ),
     "completions/clipped_ratio": Column("share", "completions cut off at the limit", STATS),
     "completions/mean_length": Column("tokens", "sampled_tokens / sampled_completions", STATS),
     "frac_reward_zero_std, frac_solved, frac_unsolved": Column(
@@ -66,7 +69,16 @@ METRICS: dict[str, Column] = {
     "trust, cosine, z": Column(
         "", "factor of the gate; gradients: their cosine, inner product / standard error", METHOD
     ),
+    "alpha_step": Column(
+        "",
+        "logarithm of the last change of alpha before its bounds; 0: the KL was on target",
+        METHOD,
+    ),
+    "average_kl, average_SIGNAL": Column("", "what the controller computes with: averages", METHOD),
     "read_SIGNAL": Column("", "what the signal source measured, before averaging", METHOD),
+    "read_covariance, read_gamma": Column(
+        "", "c of equation 4, with `paired`; gamma of the paper's appendix A, with `bias`", METHOD
+    ),
     "solver_skipped": Column("steps", "updates that the solver skipped", METHOD),
     "reward_slope": Column("", "slope of the mean reward that amft follows", METHOD),
     "entropy_target": Column("nats", "entropy that amft steers to", METHOD),

@@ -127,6 +127,8 @@ class Update(NamedTuple):
     """Learning rate."""
     fault: str | None
     """Why the step was skipped; None if it was applied."""
+    moved: float | None = None
+    """Distance that the weights moved; None: not logged, or skipped."""
 
 
 def step_result(
@@ -175,7 +177,9 @@ def trainer_columns(
     means = {**measured.means, **(rollouts.means if rollouts else {})}
     return {
         "grad_norm": update.norm,
+        **({} if update.moved is None else {"update_norm": update.moved}),
         "tokens": int(step.counts.tokens),
+        "rollout_tokens": int(step.counts.rollout_tokens),
         "lr": update.lr,
         **sampled,
         **collectives.columns(means, events),

@@ -95,7 +95,8 @@ def train(config: TrainConfig, resume: bool = True) -> Path:
 class Trainer:
     """A training run: its parts, restored from the last checkpoint if there is one, and the loop.
 
-    State between steps: the step, the method's state, the mix of the next step, the data positions.
+    State between steps: the step, the tokens so far, the method's state, the mix of the next step,
+    the data positions.
     """
 
     @value_errors_as(ConfigError)
@@ -188,7 +189,7 @@ class Trainer:
             seed=config.seed,
         )
         self.rollouts: Rollouts | None = None
-        self.step = 0
+        self.step = self.tokens = 0  # optimizer steps, and the tokens of their rows
         self.state, self.mix = next_mix(self.method, self.method.init(), Observation(0))
         self.ended = False  # the method has ended the run
         self.evaluated = True  # after the last step, if that was due
@@ -254,15 +255,17 @@ class Trainer:
             self._checkpoint()
         elif self._done():
             logger.info(
-                "the run is finished: %d of %d steps; to train on, raise `steps`; to start anew, "
+                "the run is finished: %d of %d steps; to train on, raise `%s`; to start anew, "
                 "choose another `out`",
                 self.step,
                 self.feed.steps,
+                "budget_tokens" if self._budget_is_spent() else "steps",
             )
         while not self._done():
             started, t, settings = time.perf_counter(), self.step, self.config.rollouts
             row = self._train_step()
             self.step, self.evaluated = self.step + 1, False
+            self.tokens += row["tokens"]
             seconds = time.perf_counter() - started
             row |= {
                 "sampling_share": row["sampling_seconds"] / seconds,
@@ -336,7 +339,11 @@ class Trainer:
             raise
 
     def _done(self) -> bool:
-        return self.step >= self.feed.steps or self.ended
+        return self.step >= self.feed.steps or self.ended or self._budget_is_spent()
+
+    def _budget_is_spent(self) -> bool:
+        budget = self.config.budget_tokens
+        return budget is not None and self.tokens >= budget
 
     def _abort(self) -> None:
         """Save a checkpoint and abort, after too many consecutive skipped steps."""
@@ -438,9 +445,10 @@ class Trainer:
             group["lr"] = lr
         losses = measured.losses
         fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
+        moved = None
         if fault is None:
             self.state = state
-            self.optimizer.step()
+            moved = self._update_weights()
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
         else:
             solved = None if weights is None else TermPair(*weights)
@@ -448,7 +456,17 @@ class Trainer:
                 SkippedStep(step=step, term_weights=solved, fault=fault, norm=norm, losses=losses)
             )
         self.optimizer.zero_grad()
-        return Update(mix, norm, lr, fault)
+        return Update(mix, norm, lr, fault, moved)
+
+    def _update_weights(self) -> float | None:
+        """Let the optimizer update the weights; returns how far they moved, if that is logged."""
+        if not self.config.log_update_norm:
+            self.optimizer.step()
+            return None
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in trained]
+        self.optimizer.step()
+        return sharding.distance(trained, before)
 
     def _save_skipped(self, skipped: SkippedStep) -> None:
         """Log a skipped step; save the first `guards.max_saved_steps` of them for `gac replay`."""
@@ -487,7 +505,8 @@ class Trainer:
         saved = checkpoint.read_progress(path)["fingerprint"]
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
         progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
-        self.step, self.state = progress["step"], progress["method"]
+        self.step, self.tokens = progress["step"], progress["tokens"]
+        self.state = progress["method"]
         evaluations = [  # without the keys that do not change the accuracy
             config["eval"] | {"every": 0, "batch": 0, "tasks": {}}
             for config in (progress["config"], dump(self.config))
@@ -505,6 +524,7 @@ class Trainer:
         progress = {
             "method": self.state,
             "mix": list(self.mix),
+            "tokens": self.tokens,
             "ended": self.ended,
             "evaluated": self.evaluated,
             **self.feed.state_dict(),

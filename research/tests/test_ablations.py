@@ -7,7 +7,8 @@ import pytest
 from gac.config import dump, load
 from gac.methods import Observation
 from gac.train_config import TrainConfig
-from gac_kernels import Signals
+from gac.types import Evidence
+from gac_kernels import Signals, TokenMoments
 from research.ablations import ABLATIONS
 
 
@@ -63,6 +64,18 @@ def test_the_proxies_can_be_left_untrimmed():
 
 def test_every_ablation_differs_from_gac():
     assert all(ablated(label) != ablated("gac") for label in ABLATIONS)
+
+
+def test_fixed_mu_with_ema_moves_to_its_value_by_the_average_alone():
+    """Table 7's second row: m <- 0.99 m + 0.01 x 0.58 from 0.5, whatever is measured."""
+    method = ablated("fixed-mu-ema").for_run(60)
+    state, m = method.init(), 0.5
+    for step in range(60):
+        evidence = Evidence(step, TokenMoments.zeros()) if method.needs(step - 1).signals else None
+        state, mix = method.mix(state, Observation(step, kl=0.5 * step, evidence=evidence))
+        m = 0.99 * m + 0.01 * 0.58
+        assert mix.mu == pytest.approx(m)
+    assert method.weight == "one"
 
 
 def test_these_ablations_need_gradients_of_parts():

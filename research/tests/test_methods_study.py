@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gac.demo import run
+from gac.demo import run, task
 from research import methods_study as study
 
 
@@ -32,6 +32,19 @@ def test_study_runs_once_and_summarizes_its_runs(tmp_path, monkeypatch, capsys):
     assert study.main(arguments) == 0
     assert " of " not in capsys.readouterr().out  # nothing was left to run
     assert json.loads((tmp_path / "r.json").read_text()) == first
+
+
+def test_every_method_and_ablation_has_a_valid_configuration(tmp_path):
+    """The plan of the whole study, of which the test above trains two methods."""
+    task.write_task(tmp_path / "task", seed=0)
+    runs = dict(study.plan(tmp_path, tmp_path / "task" / "init", study.NAMES, 1, 8))
+    assert set(study.NAMES) <= set(runs)
+    assert all(len(configs) == 1 for configs in runs.values())
+
+
+def test_the_page_is_that_of_the_stored_results():
+    stored = json.loads(study.RESULTS.read_text())
+    assert study.PAGE.read_text() == study.page(stored)
 
 
 def test_merge_keeps_other_rows_of_the_same_setting(tmp_path):

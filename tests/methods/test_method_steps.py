@@ -71,10 +71,12 @@ def test_gac_passes_its_measurements_to_the_controller_and_reports_them() -> Non
         assert mix == Mix(mu)
         assert state["controller"] == expected
         assert method.report(state) == {
-            **{name: expected[name] for name in ("mu_star", "prior", "alpha")},
+            **{name: expected[name] for name in ("mu_star", "prior", "alpha", "alpha_step")},
+            **{f"average_{name}": expected[name] for name in ("kl", *Signals._fields)},
             **{name: getattr(gate, name) for name in ("trust", "cosine", "z")},
             "demos_suspect": float(expected["alarm"]["suspect"]),
             **dict(zip(*read, strict=True)),
+            "read_gamma": None,  # the evidence has no biases
         }
         messages.append(method.log_message(before, state))
         assert (before["read"] != state["read"]) == step % 2  # the state before is not changed

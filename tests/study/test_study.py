@@ -21,8 +21,8 @@ from gac.config import dump, save, to_yaml
 from gac.errors import ConfigError, RunDirectoryError
 from gac.parallel.run_lock import run_lock
 from gac.study import runs
-from gac.study.command import Arm, arm_config, parse_arm
-from gac.study.results import interval, summary
+from gac.study.command import Arm, arm_config, parse_arm, unlike
+from gac.study.results import cohens_d, interval, p_value, summary
 from tests import ranks
 from tests.tiny import tiny_config, write_tiny
 from tests.waiting import wait_until
@@ -82,8 +82,46 @@ def test_differences_are_paired_by_seed():
         "final": [None] * 4,
         "mean": None,
         "ci95": None,
-        "against_baseline": {"difference": None, "ci95": None},
+        "against_baseline": {"difference": None, "ci95": None, "p": None, "cohens_d": None},
     }
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.3, 0.2, 0.5, -0.1), (0.02, 0.01, 0.03, 0.02, 0.02)])
+def test_p_is_that_of_students_t(values):
+    """Against the closed form for four degrees of freedom."""
+    t = np.mean(values) / (np.std(values, ddof=1) / math.sqrt(5))
+    expected = 1 - t / math.sqrt(t * t + 4) * (1 + 2 / (t * t + 4))
+    assert p_value(values) == pytest.approx(expected, abs=2e-6)
+    assert p_value([-x for x in values]) == p_value(values)
+    assert p_value(values[:1]) is None
+
+
+def test_an_interval_excludes_0_where_p_is_below_a_twentieth():
+    rows = np.random.default_rng(0).normal(0.5, 1, (200, 6)).tolist()
+    for row in rows:
+        low, high = interval(row)
+        assert (low > 0 or high < 0) == (p_value(row) < 0.05)
+
+
+def test_cohens_d_by_hand():
+    """Means 3 and 1; variances 1 and 3 with two and three degrees of freedom."""
+    assert cohens_d([2, 3, 4], [-1, 0, 2, 3]) == pytest.approx(2 / math.sqrt((2 * 1 + 10) / 5))
+    assert cohens_d([1.0], [2.0, 3.0]) is None
+    assert cohens_d([1.0, 1.0], [1.0, 1.0]) is None
+
+
+def test_arms_that_are_not_alike_are_named(task, tmp_path):
+    configs = {
+        name: tiny_config(task, tmp_path, method=name) for name in ("gac", "constant", "grpo")
+    }
+    tokens = {"gac": [100, 110], "constant": [101], "grpo": [120]}
+    weights, budget = unlike(configs, tokens)
+    assert "(gac phi, constant one)" in weights
+    assert "gac:weight=one" in weights
+    assert "grpo 120" in budget
+    assert "budget_tokens" in budget
+    del configs["constant"]
+    assert unlike(configs, {"gac": [100], "grpo": [101]}) == []
 
 
 REWARDS = """

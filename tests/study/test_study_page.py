@@ -26,7 +26,9 @@ def study(tmp_path, monkeypatch):
 
     def result(config):
         accuracy = FINALS[config.run_name][config.seed]
-        return None if accuracy is None else {"final": {"accuracy": accuracy}, "seconds": 1.0}
+        if accuracy is None:
+            return None
+        return {"final": {"accuracy": accuracy}, "seconds": 1.0, "tokens": 100}
 
     def run(*arguments: str):
         calls = []
@@ -90,7 +92,7 @@ def test_the_report_of_a_study_has_the_finished_runs(study) -> None:
     assert [path.name for path in reports[0]] == [Path(c.out).name for c in finished]
 
 
-HEADER = ["method", "seeds", "accuracy", "95%", "difference", "95%"]
+HEADER = ["method", "seeds", "accuracy", "95%", "difference", "95%", "p", "d"]
 
 
 def test_the_page_of_a_study(study, tmp_path) -> None:
@@ -181,8 +183,17 @@ def test_headline_names_the_methods_whose_interval_excludes_zero() -> None:
 
 def test_cells_and_dots_of_a_study(monkeypatch) -> None:
     methods = summary({"a": [0.0, 0.2, None], "b": [0.1, 0.4, 0.9]}, "a")
-    assert row_cells(methods["a"]) == ["2", "10.0", "[0.0, 100.0]", "+0.0", "[+0.0, +0.0]"]
-    assert row_cells(methods["b"]) == ["3", "46.7", "[0.0, 100.0]", "+15.0", "[-48.5, +78.5]"]
+    assert row_cells(methods["a"]) == [
+        "2",
+        "10.0",
+        "[0.0, 100.0]",
+        "+0.0",
+        "[+0.0, +0.0]",
+        "1.000",
+        "+0.00",
+    ]
+    assert row_cells(methods["b"])[:5] == ["3", "46.7", "[0.0, 100.0]", "+15.0", "[-48.5, +78.5]"]
+    assert row_cells(methods["b"])[5:] == ["0.205", "+1.08"]  # 1 - 2 atan(3) / pi
     axes = Figure().subplots()
     monkeypatch.setattr(
         page, "interval_figure", lambda names, height, label, draw: draw(axes) or (names, height)
@@ -205,7 +216,7 @@ def test_cells_and_dots_of_a_study(monkeypatch) -> None:
         [[47, -1]],
         [[0, -1], [100, -1]],
     ]
-    assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", "-", "-", "-", "-"]
+    assert row_cells(summary({"a": [0.5], "b": [None]}, "a")["b"]) == ["0", *"------"]
     assert mean([0.0, 0.0, 1.0]) == 0.333333
     assert interval([1 / 3] * 2) == [0.333333] * 2
 

@@ -99,6 +99,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "eval.tasks": {"more": {"data": {"prompts": "eval.jsonl"}, "max_completion_length": 2}},
     "eval.every": 1,
     "guards.skip_above_norm": 1e-9,
+    "budget_tokens": 1,
     "parallel.mode": "fsdp",
     "report_to": ["tensorboard"],
     "project": "other",
