@@ -27,7 +27,7 @@ TERMS = {"alpha": "average_disagreement", "1": "average_rl_variance", "0": "aver
 """mu* is a mean of alpha, 1 and 0; the average that weighs each of them (equation 3)."""
 
 
-def column(columns: Columns, name: str) -> np.ndarray:
+def field(columns: Columns, name: str) -> np.ndarray:
     """A column, or an all-nan column if no row has it."""
     return columns[name] if name in columns else np.full(len(columns["step"]), math.nan)
 
@@ -43,17 +43,17 @@ def training_health(columns: Columns, config: Mapping[str, Any]) -> dict[str, fl
         mean_length: tokens per completion.
         within_bound: share of updates with a norm of at most `UPDATE_BOUND`.
     """
-    tokens, clipped = column(columns, "rollout_tokens"), column(columns, "clip_fraction")
+    tokens, clipped = field(columns, "rollout_tokens"), field(columns, "clip_fraction")
     counted = np.isfinite(tokens) & np.isfinite(clipped)
     total = float(tokens[counted].sum())
     effective = float((tokens * (1 - clipped))[counted].sum())
-    moved = column(columns, "update_norm")
+    moved = field(columns, "update_norm")
     return {
         "effective_tokens": effective if counted.any() else math.nan,
         "clip_ratio": 1 - effective / total if total else math.nan,
-        "kl_trigger": _share(column(columns, "alpha_step"), lambda step: step != 0),
+        "kl_trigger": _share(field(columns, "alpha_step"), lambda step: step != 0),
         "kl_off_target": _off_target(columns, config),
-        "mean_length": _mean(column(columns, "completions/mean_length")),
+        "mean_length": _mean(field(columns, "completions/mean_length")),
         "within_bound": _share(moved, lambda norm: norm <= UPDATE_BOUND),
         "largest_update": float(np.nanmax(moved)) if np.isfinite(moved).any() else math.nan,
     }
@@ -63,7 +63,7 @@ def alpha_stability(columns: Columns) -> dict[str, float]:
     """The paper's table 16: mean, deviation and 5 to 95% range of alpha and of the averaged KL."""
     stats: dict[str, float] = {}
     for name, key in (("alpha", "alpha"), ("average_kl", "kl_average")):
-        values = column(columns, name)
+        values = field(columns, name)
         values = values[np.isfinite(values)]
         low, high = np.quantile(values, (0.05, 0.95)) if len(values) else (math.nan, math.nan)
         stats |= {
@@ -72,7 +72,7 @@ def alpha_stability(columns: Columns) -> dict[str, float]:
             f"{key}_low": float(low),
             f"{key}_high": float(high),
         }
-    changes = np.abs(np.diff(column(columns, "alpha")))
+    changes = np.abs(np.diff(field(columns, "alpha")))
     return stats | {"alpha_large": _share(changes, lambda change: change > LARGE_ALPHA)}
 
 
@@ -87,7 +87,7 @@ def cross_covariance(columns: Columns) -> dict[str, float]:
         gamma: mean |gamma| of a run with `signals.bias`; gamma_low, gamma_high: its range.
     """
     c, ss, rr, d = (
-        column(columns, f"read_{name}")
+        field(columns, f"read_{name}")
         for name in ("covariance", "sft_variance", "rl_variance", "disagreement")
     )
     # a reading is logged until the next one
@@ -96,7 +96,7 @@ def cross_covariance(columns: Columns) -> dict[str, float]:
     c, ss, rr, d = c[known], ss[known], rr[known], d[known]
     mean = _mean(c)
     noise = np.where(ss + rr > 0, ss + rr, math.nan)
-    gamma = column(columns, "read_gamma")
+    gamma = field(columns, "read_gamma")
     gamma = gamma[np.isfinite(gamma)]
     return {
         "covariance": mean,
@@ -129,7 +129,7 @@ def fast_power(values: np.ndarray, period: float = SLOW_PERIOD) -> float:
 
 def smoothing(columns: Columns) -> dict[str, float]:
     """Fast oscillations of mu* (before smoothing) and of mu, and the share that is removed."""
-    before, after = (fast_power(column(columns, name)) for name in ("mu_star", "mu"))
+    before, after = (fast_power(field(columns, name)) for name in ("mu_star", "mu"))
     return {
         "fast_before": before,
         "fast_after": after,
@@ -142,11 +142,11 @@ def stages(columns: Columns) -> dict[str, float]:
 
     mu* = (D alpha + sigma_r^2 1 + sigma_s^2 0) / (D + sigma_r^2 + sigma_s^2).
     """
-    weights = np.array([column(columns, name) for name in TERMS.values()]).clip(0)
+    weights = np.array([field(columns, name) for name in TERMS.values()]).clip(0)
     total = weights.sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
         shares = weights / np.where(total > 0, total, math.nan)
-    mu, count = column(columns, "mu"), len(columns["step"])
+    mu, count = field(columns, "mu"), len(columns["step"])
     stats: dict[str, float] = {}
     for stage, (start, end) in STAGES.items():
         part = slice(round(start * count), round(end * count))
@@ -160,7 +160,7 @@ def _off_target(columns: Columns, config: Mapping[str, Any]) -> float:
     method = config.get("method")
     fields = method if isinstance(method, Mapping) else {}
     target, band = fields.get("kl_target", 0.02), fields.get("kl_hysteresis", 0.1)
-    return _share(column(columns, "kl"), lambda kl: np.abs(kl / target - 1) > band)
+    return _share(field(columns, "kl"), lambda kl: np.abs(kl / target - 1) > band)
 
 
 def _share(values: np.ndarray, condition: Any) -> float:

@@ -400,7 +400,7 @@ def _curves(group: Group, panel: Panel, column: str = "") -> list[tuple[np.ndarr
     name = column or panel.column
     evaluated = panel.kind in ("accuracy", "evaluation")
     sources = [run.evals if evaluated else run.metrics for run in group.runs]
-    curves = [finite(columns["step"], column(columns, name)) for columns in sources]
+    curves = [finite(columns["step"], field(columns, name)) for columns in sources]
     return [(steps, values) for steps, values in curves if len(steps)]
 
 

@@ -10,8 +10,8 @@ from .groups import Group, caution, group_runs
 from .health import (
     STAGES,
     alpha_stability,
-    column,
     cross_covariance,
+    field,
     smoothing,
     stages,
     training_health,
@@ -121,11 +121,11 @@ def summarize(run: Run, window: int) -> dict[str, float]:
     # the evaluation before the first step is a baseline, not a result
     trained = run.evals["step"] > 0
     before, evals = ({k: v[rows] for k, v in run.evals.items()} for rows in (~trained, trained))
-    final, best, _ = final_and_best(evals["step"], column(evals, "accuracy"))
-    events, windows = large_mu_events(steps, column(metrics, "mu"), window)
+    final, best, _ = final_and_best(evals["step"], field(evals, "accuracy"))
+    events, windows = large_mu_events(steps, field(metrics, "mu"), window)
 
     def last(rows: Columns, name: str) -> float:
-        return final_and_best(rows["step"], column(rows, name))[0]
+        return final_and_best(rows["step"], field(rows, name))[0]
 
     by_name = {f"accuracy/{split}": last(evals, f"accuracy/{split}") for split in run.splits}
     by_name |= {f"start/{task}": last(before, f"accuracy/{task}") for task in run.tasks}
@@ -137,11 +137,11 @@ def summarize(run: Run, window: int) -> dict[str, float]:
         "start": last(before, "accuracy"),
         "final": final,
         "best": best,
-        "kl_area": kl_area(steps, column(metrics, "kl")),
+        "kl_area": kl_area(steps, field(metrics, "kl")),
         "mu_events": events / windows if windows else math.nan,
-        "length_variance": variance(column(metrics, "completions/mean_length")),
-        "tokens": total(column(metrics, "tokens")),
-        "minutes": total(column(metrics, "seconds")) / 60,
+        "length_variance": variance(field(metrics, "completions/mean_length")),
+        "tokens": total(field(metrics, "tokens")),
+        "minutes": total(field(metrics, "seconds")) / 60,
         **training_health(metrics, run.config),
         **alpha_stability(metrics),
         **smoothing(metrics),
