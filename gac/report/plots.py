@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .groups import Group
+from .health import field
 from .statistics import band, finite, smooth
 
 # Okabe and Ito's color-blind-safe palette. Line styles and markers differ too, so that groups are
