@@ -7,6 +7,8 @@ import subprocess
 
 from .pages import ROOT
 
+CODE = "*.py", "*.cpp", "*.cu", "*.h", "*.toml"
+
 
 def origin() -> dict[str, str]:
     """`date` and `commit` of a measurement that is made now.
@@ -17,13 +19,13 @@ def origin() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, shortened."""
+    """The checkout's commit, shortened; results and pages may differ from it, code may not."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=8", "HEAD") + "+" * bool(git("diff", "HEAD", "--stat"))
+        return git("rev-parse", "--short=8", "HEAD") + "+" * bool(git("diff", "HEAD", "--stat", "--", *CODE))
     except (OSError, subprocess.CalledProcessError):  # an unpacked archive, or no git
         return "unknown"
