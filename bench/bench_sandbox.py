@@ -21,6 +21,7 @@ import pytest
 
 from bench.record import RESULTS, device_name, slug
 from gac.sandbox.pool import JudgeSpec, Pool, Program, RunResult
+from tools.origin import commit
 
 if sys.platform != "linux":
     pytest.skip("the sandbox needs Linux", allow_module_level=True)
@@ -106,6 +107,7 @@ def save(name: str, figures: dict[str, Any]) -> None:
     head = {
         "device": device,
         "date": today,
+        "commit": commit(),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "workers": WORKERS,

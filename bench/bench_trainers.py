@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from gac.evaluation.table import markdown_table
+from tools.origin import origin
 from tools.pages import BENCHMARKS, fill
 
 from .forced_lengths import COMPLETIONS, MAX_LENGTH, PROMPTS, force, schedule, write
@@ -249,6 +250,7 @@ def measure(folder: Path, kind: str, rounds: int) -> dict[str, Any]:
     ratios = {f"{arm} / gac": ratio(seconds[arm], seconds["gac"]) for arm in ARMS if arm != "gac"}
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {
+        **origin(),
         "device": device_name("cpu"),
         "threads": 1,
         "rounds": rounds,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gac_kernels.heads.transformers import fuse
+from tools.origin import origin
 
 from .bench_trl import CASES, TINY_CASES, TOLERANCE, Case, gradient, make_model, peak, seconds
 from .record import copy_out, device_name
@@ -78,7 +79,8 @@ def main() -> None:
         for row in measure(case, options.rounds, options.device):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    document = {"device": device_name(options.device), "torch": torch.__version__, "rows": rows}
+    about = {**origin(), "device": device_name(options.device), "torch": torch.__version__}
+    document = {**about, "rows": rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=1) + "\n")
     copy_out(out)

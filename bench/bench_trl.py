@@ -32,6 +32,7 @@ from gac.demo.real_model import fetch_model
 from gac.demo.real_task import codes
 from gac.evaluation.table import markdown_table
 from gac_kernels import projection
+from tools.origin import origin
 from tools.pages import BENCHMARKS, fill
 
 from .peak_memory import resident
@@ -305,6 +306,7 @@ def kept_rows(path: Path, device: str, case: str) -> list[dict[str, Any]]:
 
 def save(rows: list[dict[str, Any]], path: Path, device: str) -> None:
     document = {
+        **origin(),
         "device": device_name(device),
         **{name: version(name) for name in ("trl", "torch", "transformers")},
         "rows": rows,

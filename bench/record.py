@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tools.origin import commit
+
 from .settings import RESULTS
 
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "quack-kernels")
@@ -85,14 +87,14 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Package versions and, on a GPU, the driver version and the clocks right after the runs."""
+    """Commit and package versions; on a GPU, driver version and clocks right after the runs."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    info: dict[str, Any] = {"versions": versions}
+    info: dict[str, Any] = {"commit": commit(), "versions": versions}
     if device == "cuda":
         info["cuda"] = torch.version.cuda
         query = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"

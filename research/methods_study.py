@@ -27,6 +27,7 @@ from gac.study.command import Arm, arm_config
 from gac.study.runs import result, run_all
 from gac.train_config import TrainConfig
 from research.ablations import ABLATIONS
+from tools.origin import origin
 
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "methods_study.json", HERE / "methods.md"
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = summarize(runs)
     if args.busy:
         rows = [row | {"seconds": None} for row in rows]
+    rows = [row | origin() for row in rows]
     rows = merged(rows, args.results, setting)
     study = {"setting": setting, "rows": rows}
     args.results.write_text(json.dumps(study, indent=1) + "\n")

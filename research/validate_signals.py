@@ -1,9 +1,13 @@
-"""Measures how well the signal sources track the true gradients.
+"""Measures how well the signal sources track the true gradients: the paper's tables 11 to 13.
 
 Usage: `python -m research.validate_signals`. Trains on the demo's task at a constant mu. Every few
 steps, each source measures the same batch with the same weights. `GradientSignals` over all
-parameters is the reference: it is unbiased but contains the noise of the batch. Writes
-research/results/signals.json and the tables of research/signals.md. Finished runs stay in --out.
+parameters is the reference: it is unbiased but contains the noise of the batch. The control pairs a
+source with the reference at other steps. Writes research/results/signals.json and the tables of
+research/signals.md. Finished runs stay in --out.
+
+With `--config run.yaml`, the runs are those of that configuration of `gac train`, with any model
+and data; the results go to --out only.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ import numpy as np
 from gac.config import dump
 from gac.control.signals import GradientSignals, ProxySignals, Reading
 from gac.evaluation.table import markdown_table
-from gac.study.command import Arm, arm_config
+from gac.imports import find_user_code
+from gac.study.command import Arm, arm_config, read_study
 from gac.train_config import TrainConfig
 from gac.training.gradients import Gradients
 from gac.training.step import Step
 from gac.training.trainer import Trainer
 from gac.types import Mix
 from research.scenarios import write_scenarios
+from tools.origin import origin
 
 SCENARIOS = ("base", "spoil")
 STEPS = 120
@@ -219,7 +225,7 @@ def _interval(values: Sequence[float]) -> list[float]:
 def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Nested dict of correlations, with the keys "SCENARIO, VIEW", then source, then quantity."""
     results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
+    for scenario in dict.fromkeys(name.rpartition("-")[0] for name in runs):
         measured = [run["rows"] for name, run in runs.items() if name.startswith(f"{scenario}-")]
         for view in VIEWS:
             by_source: dict[str, Any] = {source: {} for source in SOURCES}
@@ -232,8 +238,13 @@ def correlations(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Extra CPU time of a measured step in percent of a plain one: median and 95% interval."""
+    """Extra CPU time of a measured step in percent of a plain one: median and 95% interval.
+
+    Empty for runs that are too short for such a measurement.
+    """
     rows = [row for run in runs.values() for row in run["costs"] if math.isfinite(row["rest"])]
+    if not rows:
+        return {}
     extra = np.array([(r["gradients"] - r["plain"]) / (r["rest"] + r["plain"]) for r in rows])
     rng = np.random.default_rng(0)
     medians = np.median(extra[rng.integers(len(extra), size=(RESAMPLES, len(extra)))], 1)
@@ -285,41 +296,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/signals"), help="run folder")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs per scenario")
+    parser.add_argument("--config", type=Path, help="of `gac train`, instead of the demo's task")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    scenarios = write_scenarios(args.out / "scenarios", steps=STEPS)
-    plain = {name: dump(config) for name, config in scenarios.items()}
+    command = "python -m research.validate_signals"
+    if args.config is None:
+        scenarios = write_scenarios(args.out / "scenarios", steps=STEPS)
+        plain = {name: dump(scenarios[name]) for name in SCENARIOS}
+        changes = [*SMALLER, *args.set]
+    else:
+        find_user_code(args.config)
+        plain, changes = {args.config.stem: read_study(args.config)[0]}, args.set
+        command += f" --config {args.config.name}"
     method = Arm("mu", {"name": "constant", "mu": 0.5})
     runs = {}
     for seed in range(args.seeds):
-        for name in SCENARIOS:
-            changes = [*SMALLER, f"out={args.out / name}", "eval.every=0"]
-            runs[f"{name}-{seed}"] = run(arm_config(plain[name], method, seed, changes))
+        for name, data in plain.items():
+            own = [*changes, f"out={args.out / name}", "eval.every=0", "export=false"]
+            runs[f"{name}-{seed}"] = run(arm_config(data, method, seed, own))
             print(f"{name}, seed {seed}: {len(runs[f'{name}-{seed}']['rows'])} measurements")
-    words = (
-        f"Written by `python -m research.validate_signals --seeds {args.seeds}`: {args.seeds} "
-        f"seeds, {STEPS} steps at mu = 0.5, measured every {EVERY} steps."
-    )
-    setting = {
-        "seeds": args.seeds,
-        "steps": STEPS,
-        "every": EVERY,
-        "changes": SMALLER,
-        "parts": PARTS,
-        "decay": DECAY,
-        "words": words,
-    }
+    steps = arm_config(next(iter(plain.values())), method, 0, changes).steps
     study = {
-        "setting": setting,
+        "setting": {
+            "seeds": args.seeds,
+            "steps": steps,
+            "every": EVERY,
+            "changes": changes,
+            "parts": PARTS,
+            "decay": DECAY,
+            **origin(),
+            "words": f"Written by `{command} --seeds {args.seeds}`: {args.seeds} seeds, {steps} "
+            f"steps at mu = 0.5, measured every {EVERY} steps.",
+        },
         "correlations": correlations(runs),
         "cost": costs(runs),
         "runs": runs,
     }
+    write(study, args.out if args.config else None)
+    return 0
+
+
+def write(study: dict[str, Any], folder: Path | None) -> None:
+    """Write the results to `folder`; None: to the repository, with the tables of the page."""
+    if folder is not None:
+        (folder / "signals.json").write_text(json.dumps(study) + "\n")
+        print(tables(study))
+        return
     RESULTS.write_text(json.dumps(study) + "\n")
     top = PAGE.read_text().partition(MARK)[0]
     PAGE.write_text(top + MARK + "\n" + tables(study))
     print(f"wrote {RESULTS} and {PAGE}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=8", "HEAD") + "+" * bool(git("diff", "HEAD", "--stat", "--", *CODE))
+        changed = git("diff", "HEAD", "--stat", "--", *CODE)
+        return git("rev-parse", "--short=8", "HEAD") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):  # an unpacked archive, or no git
         return "unknown"
