@@ -284,10 +284,10 @@ def run(folder: Path, arguments: argparse.Namespace, length: int) -> dict[str, A
 def save(rows: Sequence[dict[str, Any]]) -> None:
     """Add the rows to the results; one replaces a row of the same model, length and device."""
     path = RESULTS / FILE
-    stored = json.loads(path.read_text()) if path.exists() else []
+    stored = json.loads(path.read_text())["cases"] if path.exists() else []
     names = ("model", "train", "length", "ranks", "device")
     new = {tuple(row[name] for name in names): row for row in [*stored, *rows]}
-    path.write_text(json.dumps(list(new.values()), indent=1) + "\n")
+    path.write_text(json.dumps({"cases": list(new.values())}, indent=1) + "\n")
     copy_out(path)
     fill(BENCHMARKS, "table-14", table(list(new.values())))
 

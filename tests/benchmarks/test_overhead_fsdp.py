@@ -36,7 +36,9 @@ def test_lengths_that_were_not_run_say_so_and_the_papers_numbers_are_the_papers(
     keys = {"model": overhead.SHAPE, "train": "full", "ranks": 8, "device": "X", "length": 4096}
     for commit in ("a", "b"):  # the second replaces the first
         overhead.save([measured(**keys, date="2026-01-01", commit=commit)])
-    assert [row["commit"] for row in json.loads((tmp_path / overhead.FILE).read_text())] == ["b"]
+    assert [
+        row["commit"] for row in json.loads((tmp_path / overhead.FILE).read_text())["cases"]
+    ] == ["b"]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in pages[-1].splitlines()]
     assert lines[2][:4] == [f"{overhead.SHAPE}, full", "8 x X", "4096", "1.03"]
     assert [(line[2], line[3]) for line in lines[3:5]] == [

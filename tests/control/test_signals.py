@@ -10,6 +10,7 @@ from gac.control.signals import (
     GradientSignals,
     ProxySignals,
     SourceNeeds,
+    bias_alignment,
     bias_moments,
     gradient_moments,
 )
@@ -164,3 +165,15 @@ def test_errors_name_argument_and_value(call, message: str) -> None:
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)
+
+
+def test_gamma_is_the_alignment_of_the_bias_difference_with_the_target() -> None:
+    """Against vectors: <b_r - b_s, g> / |g|^2 with g = alpha g_s + (1 - alpha) g_r."""
+    generator = torch.Generator().manual_seed(0)
+    applied_s, applied_r, s, r = torch.randn(4, 7, dtype=torch.float64, generator=generator)
+    vectors = torch.stack([applied_s, applied_r, s, r])
+    target = 0.3 * s + 0.7 * r
+    gap = (applied_r - r) - (applied_s - s)
+    expected = (gap @ target / (target @ target)).item()
+    assert bias_alignment(vectors @ vectors.T, 0.3) == pytest.approx(expected)
+    assert math.isnan(bias_alignment(torch.zeros(4, 4), 0.3))
