@@ -75,11 +75,8 @@ def run(options: argparse.Namespace) -> int:
         "failed": failed,
     }
     write(out, study, [Path(c.out) for key, c in configs.items() if results[key] is not None])
-    print(
-        table(study),
-        *study["notes"],
-        f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}",
-    )
+    files = f"\nResults: {out / 'study.json'}\nReport: {out / 'study.html'}"
+    print(table(study), *study["notes"], files, sep="\n")
     return 1 if failed else 0
 
 
