@@ -22,8 +22,8 @@ from gac.types import Evidence, KLEstimate, Mix, Observation, State, StepNeeds, 
 from gac_kernels import TokenMoments
 
 logger = logging.getLogger(__name__)
-LOW_WEIGHT = 0.1  # phi = p (1 - p) is at most 0.25
-UNKNOWN_LOSS = 1.6  # nats per token: the typical token has a probability below a fifth
+LOW_WEIGHT = 0.07  # phi = p (1 - p) is at most 0.25, and about 0.1 in a pretrained model
+UNKNOWN_LOSS = 2.0  # nats per token: the typical token has a probability below a seventh
 NO_VARIANCE = 1e-12  # up to this variance a z-score is 0, as in `TokenMoments.signals`
 
 
