@@ -84,14 +84,14 @@ def cross_covariance(columns: Columns) -> dict[str, float]:
         covariance_variation: standard deviation of c over the absolute mean.
         denominator_positive: share of readings whose denominator of equation 4 is positive.
         covariance_share: mean of |c| / (sigma_s^2 + sigma_r^2).
-        gamma: mean |gamma| of a run with `signals.bias`; gamma_low, gamma_high: its range.
+        gamma: mean |gamma| of a run with `signals.bias`; gamma_least, gamma_largest: its range.
     """
     c, ss, rr, d = (
         field(columns, f"read_{name}")
         for name in ("covariance", "sft_variance", "rl_variance", "disagreement")
     )
     # a reading is logged until the next one
-    new = np.concatenate([[True], np.diff(np.nan_to_num(c, nan=math.inf)) != 0])[: len(c)]
+    new = np.concatenate([[True], c[1:] != c[:-1]])[: len(c)]
     known = new & np.isfinite(c) & np.isfinite(ss) & np.isfinite(rr) & np.isfinite(d)
     c, ss, rr, d = c[known], ss[known], rr[known], d[known]
     mean = _mean(c)
@@ -104,8 +104,8 @@ def cross_covariance(columns: Columns) -> dict[str, float]:
         "denominator_positive": _share(d + ss + rr - 2 * c, lambda value: value > 0),
         "covariance_share": _mean(np.abs(c) / noise),
         "gamma": _mean(np.abs(gamma)),
-        "gamma_low": float(gamma.min()) if len(gamma) else math.nan,
-        "gamma_high": float(gamma.max()) if len(gamma) else math.nan,
+        "gamma_least": float(gamma.min()) if len(gamma) else math.nan,
+        "gamma_largest": float(gamma.max()) if len(gamma) else math.nan,
     }
 
 

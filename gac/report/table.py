@@ -76,8 +76,8 @@ COVARIANCE = (
     Column("denominator_positive", "denominator > 0 %", 100, 1),
     Column("covariance_share", "|c| / (σs² + σr²) %", 100, 1),
     Column("gamma", "|gamma|"),
-    Column("gamma_low", "least gamma"),
-    Column("gamma_high", "largest gamma"),
+    Column("gamma_least", "least gamma"),
+    Column("gamma_largest", "largest gamma"),
 )
 BY_STAGE = tuple(
     Column(f"{stage}_{term}", title, scale, 2 if scale == 1 else 0)

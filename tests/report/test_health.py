@@ -89,7 +89,7 @@ def test_covariance_counts_each_reading_once():
     # 0.1 + 1 - 0.2, -0.9 + 0.5 + 0.6 and 0.1 + 0.3 - 1
     assert stats["denominator_positive"] == pytest.approx(2 / 3)
     assert stats["covariance_share"] == pytest.approx((0.1 + 0.6 + 5 / 3) / 3)
-    assert (stats["gamma_low"], stats["gamma_high"]) == (-0.1, 0.2)
+    assert (stats["gamma_least"], stats["gamma_largest"]) == (-0.1, 0.2)
 
 
 def test_fast_power_is_that_of_fast_waves_only():
@@ -131,7 +131,7 @@ def test_a_paired_run_reports_c_and_a_biased_one_gamma(task, tmp_path):
     assert len(c) >= 3
     numbers = summarize(read_run(out), window=2)
     assert numbers["covariance"] == pytest.approx(statistics.fmean(c))
-    assert numbers["gamma_high"] == max(row["read_gamma"] for row in read)
+    assert numbers["gamma_largest"] == max(row["read_gamma"] for row in read)
     assert numbers["largest_update"] == max(row["update_norm"] for row in rows) > 0
     text = results_table([out])
     assert "Training health" in text
