@@ -400,6 +400,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['date']}, {row['commit']}",
             ]
         )
+    known = [(row["method"], row["set"]) for row in rows]
+    for method, changes in CASES:
+        if (method, changes) not in known:
+            name = "".join([f"`{method}`", *(f", `{change}`" for change in changes)])
+            lines.append([name, "", "", "not measured", *[""] * (len(PARTS) + 2)])
     head = ("method", "times", "rollouts with a KL", "overhead in % [95% interval]", *PARTS)
     return markdown_table((*head, "ms per step", "measured"), lines)
 

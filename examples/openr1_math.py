@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--demos", type=int, default=5000)
     parser.add_argument("--prompts", type=int, default=20000)
     args = parser.parse_args(argv)
-    rows = list(usable(read_rows(args.source)))
+    rows = list(usable(row.fields for row in read_rows(args.source)))
     files = zip(("demos", "prompts"), split(rows, args.demos, args.prompts), strict=True)
     for name, chosen in files:
         path = args.folder / f"openr1_{name}.jsonl.gz"

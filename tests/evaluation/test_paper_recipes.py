@@ -166,7 +166,7 @@ def test_gpqa_rows_are_shuffled_once_and_keep_their_answer(tmp_path):
             row = (f'Q{i}, "quoted"?', f"right {i}", "b", "c", "d", f"rec{i}", "Physics")
             writer.writerow(dict(zip(names, row, strict=True)))
     assert gpqa.main([str(source), str(out)]) == 0
-    rows = list(read_rows(out))
+    rows = [row.fields for row in read_rows(str(out))]
     for i, row in enumerate(rows):
         assert row["choices"]["ABCD".index(row["answer"])] == f"right {i}"
     assert len({row["answer"] for row in rows}) > 1
