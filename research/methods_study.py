@@ -138,7 +138,10 @@ def plan(
     """Yield each table row with its runs, one per seed."""
     arms = {name: {"name": name, **demo_fields(name, steps)} for name in methods if name in METHODS}
     for name in [name for name in methods if name in ABLATIONS]:
-        arms[name] = {"name": "gac", **demo_fields("gac", steps), **ABLATIONS[name]}
+        scaled = demo_fields("gac", steps)
+        if ABLATIONS[name].get("prior_blend") == 1:
+            scaled = {key: value for key, value in scaled.items() if key != "prior"}
+        arms[name] = {"name": "gac", **scaled, **ABLATIONS[name]}
     if "constant" in methods:
         arms |= {f"mu={mu}": {"name": "constant", "mu": mu} for mu in GRID}
     for label, method in arms.items():

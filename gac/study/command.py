@@ -15,7 +15,7 @@ from gac.errors import ConfigError, require_counts
 from gac.evaluation.table import align_columns
 from gac.imports import find_user_code
 from gac.report import write_report
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, loss_of
 
 from .page import render
 from .results import row_cells, summary
@@ -105,7 +105,7 @@ def unlike(configs: Mapping[str, TrainConfig], tokens: Mapping[str, Sequence[int
 
 def _token_weight(config: TrainConfig) -> str | None:
     """The weight of the demonstrations' tokens; None: the method has no fused loss, or no demos."""
-    loss = config.method.loss(config.loss)
+    loss = loss_of(config)
     uses_demos = any(config.method.needs(step).demos for step in range(config.steps))
     return str(loss.spec.demo_weight) if uses_demos and loss.token is None else None
 

@@ -246,8 +246,10 @@ def test_only_the_best_accuracies_are_marked(groups: list[Group], tmp_path: Path
     assert marked(accuracies(groups)) == best
     assert marked(accuracies(groups[::-1])) == best[::-1]
     assert marked(accuracies(groups[:1])) == [[False] * 4]  # nothing to compare with
-    _, second = page.tables(groups, window_of([]))
-    assert not any(map(any, marked(page._table(second, groups)["rows"])))
+    _, *others = page.tables(groups, window_of([]))
+    assert [table.title for table in others] == ["Stability and cost", "Training health"]
+    for table in others:
+        assert not any(map(any, marked(page._table(table, groups)["rows"])))
     negative = group_runs(
         [read_run(one_run(tmp_path / f"{x}", x, run_name=f"{x}")) for x in (-1.0, -0.5)]
     )

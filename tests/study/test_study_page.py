@@ -254,9 +254,10 @@ def test_a_result_of_other_settings_is_refused(task, tmp_path) -> None:
 def test_the_final_evaluation_is_the_best_or_the_last(tmp_path, method, step) -> None:
     config = tiny_config(write_tiny(tmp_path), tmp_path, method=method)
     rows = [{"step": i, "accuracy": x} for i, x in enumerate((0.9, 0.5, None, 0.4))]
-    for name, lines in (("eval", rows), ("metrics", [{"seconds": 1.5}, {"seconds": 2.0}])):
+    steps = [{"seconds": 1.5, "tokens": 10}, {"seconds": 2.0, "tokens": 12}]
+    for name, lines in (("eval", rows), ("metrics", steps)):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert runs._summary(config) == {"final": rows[step], "seconds": 3.5}
+    assert runs._summary(config) == {"final": rows[step], "seconds": 3.5, "tokens": 22}
 
 
 def test_the_reason_of_a_failure_is_the_last_line_of_a_log_unless_the_run_was_killed(tmp_path):

@@ -54,6 +54,8 @@ def test_the_norm_of_an_update_is_that_of_the_weights(task, tmp_path):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     row = trainer._train_step()
     after = list(trainer.model.parameters())
-    moved = sum(float(((a - b) ** 2).sum()) for a, b in zip(after, before, strict=True)) ** 0.5
+    moved = (
+        sum(float(((a.detach() - b) ** 2).sum()) for a, b in zip(after, before, strict=True)) ** 0.5
+    )
     assert row["update_norm"] == pytest.approx(moved, rel=1e-5)
     trainer.heartbeat.stop()
