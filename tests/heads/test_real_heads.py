@@ -1,6 +1,6 @@
 """Our heads inside other trainers, with the pretrained model, against their plain form.
 
-prime-rl and OpenRLHF need their sources, as in test_lazy_heads.py.
+prime-rl needs its sources, as in test_lazy_heads.py.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from bench import bench_trl
-from gac_kernels.heads import openrlhf, prime_rl
+from gac_kernels.heads import prime_rl
 from gac_kernels.heads.transformers import Record, fuse
 
 from .conftest import ABSENT, SOURCES
@@ -108,31 +108,6 @@ def test_prime_rl(sources: Any, real_model: Path, ids: Tensor) -> None:
 
     expected = results()
     with prime_rl.apply_fused_head():
-        actual = results()
-    torch.testing.assert_close(actual[0], expected[0], rtol=TOLERANCE, atol=TOLERANCE)
-    torch.testing.assert_close(actual[1], expected[1], rtol=TOLERANCE, atol=TOLERANCE)
-    assert actual[2] == pytest.approx(expected[2], rel=TOLERANCE)
-
-
-def test_openrlhf(
-    sources: Any, real_model: Path, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = sources(SOURCES / "OpenRLHF", "openrlhf.models.actor", ABSENT["OpenRLHF"])
-    model = load(real_model)
-    actor = module.Actor(model, temperature=1.0)
-    actor.packing_samples = False
-    mask = torch.ones(2, 8)
-
-    def results() -> tuple[Tensor, Tensor, float]:
-        model.zero_grad()
-        options = {"return_output": True, "return_entropy": True}
-        logps, out = actor(ids, mask, torch.ones_like(ids), **options)
-        (logps.sum() + 0.1 * out.entropy.sum()).backward()
-        return logps.detach(), out.entropy.detach(), norm(model)
-
-    expected = results()
-    with openrlhf.apply_fused_head():
-        monkeypatch.setattr(Record, "full", None)  # the logits are not computed
         actual = results()
     torch.testing.assert_close(actual[0], expected[0], rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(actual[1], expected[1], rtol=TOLERANCE, atol=TOLERANCE)
