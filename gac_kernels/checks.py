@@ -120,9 +120,9 @@ def batch_inputs(like: Tensor, inputs: BatchInputs, spec: LossSpec) -> None:
             "their S + 1 offsets, from 0 to N, instead of their lengths"
         )
     floats("advantages", inputs.advantages, like, (sequences,), tokens, allow_cpu=True)
-    tensor("is_demo", inputs.is_demo, "bool", torch.bool)
-    shape("is_demo", inputs.is_demo, (sequences,), tokens)
-    same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
+    if isinstance(inputs.is_demo, Tensor):
+        shape("is_demo", inputs.is_demo, (sequences,), tokens)
+        same_device("is_demo", inputs.is_demo, like, allow_cpu=True)
     floats("weights", inputs.weights, like, (sequences,), tokens, allow_cpu=True)
     if inputs.temperatures is not None:
         temperature_tensor("temperatures", inputs.temperatures, inputs.targets, sequences)
@@ -373,6 +373,8 @@ def token_ids(name: str, ids: Tensor, vocabulary: int | None, ignored: str) -> N
 def teacher_values(inputs: BatchInputs, vocabulary: int | None) -> None:
     """Check a teacher's readable tokens, and that it gives log-probabilities, not logits."""
     ids, logps = inputs.teacher_ids, inputs.teacher_logps
+    if ids is None and logps is None:
+        return
     given = inputs.targets != IGNORE
     if ids is not None:
         ids = ids.masked_fill(~given[..., None], IGNORE)
@@ -413,6 +415,8 @@ def complete(
     Raises:
         ValueError: `mu` is missing and both terms may have tokens, or advantages are missing.
     """
+    if is_demo is not None:
+        tensor("is_demo", is_demo, "bool", torch.bool)
     if mu is None and advantages is not None and is_demo is not None:
         raise ValueError(
             "mu is None: a batch with advantages and is_demo needs the weight of its "
@@ -425,7 +429,7 @@ def complete(
         )
     if advantages is None:
         has_rollouts = (
-            isinstance(is_demo, Tensor)
+            is_demo is not None
             and is_demo.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and not is_demo.all()
@@ -436,22 +440,13 @@ def complete(
                 "advantages is None: rollouts, and demonstrations with the weight 'shaped', "
                 "require advantages"
             )
-        # every token is a demonstration; the argument has still to be checked
-        is_demo = torch.ones_like(is_demo) if isinstance(is_demo, Tensor) else is_demo
-    count = targets.shape[0]
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1:  # packed
-        count = len(cu_seqlens) - 1
-    if is_demo is None:
-        is_demo = torch.full((count,), advantages is None, device=targets.device)
-    if mu is None:
-        mu = float(advantages is None)
-    if advantages is None:
-        advantages = torch.zeros(count, dtype=torch.float32, device=targets.device)
+        # every token is a demonstration; the shape of the argument has still to be checked
+        is_demo = None if is_demo is None else torch.ones_like(is_demo)
     return BatchInputs(
         targets=targets,
         advantages=advantages,
-        is_demo=is_demo,
-        mu=mu,
+        is_demo=advantages is None if is_demo is None else is_demo,
+        mu=float(advantages is None) if mu is None else mu,
         old_logps=old_logps,
         ref_logps=ref_logps,
         cu_seqlens=cu_seqlens,

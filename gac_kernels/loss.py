@@ -486,21 +486,28 @@ class TokenLogprobs(Function):
         more_outputs: bool,
     ) -> tuple[Tensor, ...]:
         with without_autocast(op):
-            stats = row_stats(op, more_outputs=more_outputs)
-        ctx.save_for_backward(*op.tensors(), stats[2], stats[1])
+            logps, entropy, lse, *extra = row_stats(op, more_outputs=more_outputs)
+        ctx.save_for_backward(*op.tensors(), lse, entropy)
         ctx.settings = op.settings()
         # no views of one tensor, and none that is saved: users may modify them
-        logps, entropy, _, *extra = (x.clone() for x in stats)
+        logps, entropy, *extra = (x.clone() for x in (logps, entropy, *extra))
         ctx.mark_non_differentiable(*extra)
+        ctx.set_materialize_grads(False)
         return logps, entropy, *extra
 
     @staticmethod
     def backward(
-        ctx: Any, d_logps: Tensor, d_entropy: Tensor, *_: Tensor
+        ctx: Any, d_logps: Tensor | None, d_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         refuse_double_backward(torch.is_grad_enabled())
+        if d_logps is None and d_entropy is None:
+            return None, None, None, None, None
         *tensors, lse, entropy = ctx.saved_tensors
         op = Operands(**dict(zip(Operands.TENSORS, tensors, strict=True)), **ctx.settings)
+        if d_logps is None:
+            d_logps = torch.zeros_like(op.targets, dtype=lse.dtype)
+        if d_entropy is None:
+            d_entropy = torch.zeros_like(entropy)
         upstream = Upstream(lse, entropy, d_logps, d_entropy)
         with without_autocast(op):
             grads = row_grads(op, upstream, NeedsGrad(*ctx.needs_input_grad[:3]))

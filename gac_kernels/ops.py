@@ -166,6 +166,7 @@ _loss.register_autograd(_backward_loss, setup_context=_setup_loss)
 
 def fused_loss(op: Operands, inputs: BatchInputs, spec: LossSpec, *, moments: bool) -> LossOutput:
     """Compute the fused loss from logits or from hidden states, under torch.compile."""
+    inputs = inputs._replace(is_demo=inputs.all_roles(), advantages=inputs.all_advantages())
     options: Any = {"dtype": torch.float64, "device": "cpu"}
     tensors = [  # the schema has a single type for numbers and tensors
         torch.full((), x, **options) if isinstance(x, (int, float)) else x for x in inputs

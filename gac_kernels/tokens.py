@@ -132,8 +132,8 @@ class BatchInputs(NamedTuple):
     """
 
     targets: Tensor  # int64 [B, T] or [N]
-    advantages: Tensor  # [B], [B, T], [S] or [N]
-    is_demo: Tensor  # bool [B], [B, T], [S] or [N]
+    advantages: Tensor | None  # [B], [B, T], [S] or [N]; None: all are 0
+    is_demo: Tensor | bool  # bool [B], [B, T], [S] or [N]; True or False: all sequences
     mu: float | Tensor = 0.5
     old_logps: Tensor | None = None  # like targets
     ref_logps: Tensor | None = None  # like targets
@@ -150,9 +150,21 @@ class BatchInputs(NamedTuple):
     def sequences(self) -> int:
         return self.targets.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
-    def is_per_sequence(self, x: Tensor) -> bool:
+    def all_roles(self) -> Tensor:
+        """`is_demo` as a tensor."""
+        if isinstance(self.is_demo, Tensor):
+            return self.is_demo
+        return torch.full((self.sequences,), self.is_demo, device=self.targets.device)
+
+    def all_advantages(self) -> Tensor:
+        """`advantages`; 0 for each sequence if there are none."""
+        if self.advantages is not None:
+            return self.advantages
+        return torch.zeros(self.sequences, dtype=torch.float32, device=self.targets.device)
+
+    def is_per_sequence(self, x: Tensor | bool | None) -> bool:
         """Whether `x` is [S], one value per sequence; if S == N, also True for values per token."""
-        return x.shape == (self.sequences,)
+        return not isinstance(x, Tensor) or x.shape == (self.sequences,)
 
     def per_token(self, x: Tensor, sequence: Tensor) -> Tensor:
         """[N] values of `x`, given per sequence or per token; sequence [N]: that of each token."""
@@ -342,7 +354,8 @@ class TokenTerms(NamedTuple):
 def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32) -> Tokens:
     """Flatten a checked batch and compute each token's weight; `with_factors` adds the rest."""
     inputs = inputs.to_targets_device()
-    targets, is_demo, mu, cu_seqlens = inputs.targets, inputs.is_demo, inputs.mu, inputs.cu_seqlens
+    targets, mu, cu_seqlens = inputs.targets, inputs.mu, inputs.cu_seqlens
+    is_demo, advantages = inputs.all_roles(), inputs.all_advantages().to(dtype)
     device, flat = targets.device, targets.reshape(-1)
     index = torch.arange(len(flat), device=device)
     if cu_seqlens is None:
@@ -367,7 +380,7 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
         first = torch.nn.functional.pad(demo, (0, 1))[offsets[:-1]] & (offsets.diff() > 0)
         in_term = (lengths > 0) | (torch.stack([~first, first]) & (lengths.sum(0) == 0))
 
-    advantages = inputs.per_token(inputs.advantages.to(dtype), sequence)
+    advantages = inputs.per_token(advantages, sequence)
     uses_advantage = live if spec.demo_weight is DemoWeight.SHAPED else rollout
     old, ref = (
         None if x is None else torch.where(rollout, x.reshape(-1).to(dtype), 0)

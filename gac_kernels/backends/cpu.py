@@ -199,8 +199,8 @@ def plan(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype = torch.float32
     )
     arrays = {
         "targets": targets,
-        "advantages": _column(inputs.advantages, torch.float32),
-        "is_demo": _column(inputs.is_demo, torch.bool),
+        "advantages": _column(inputs.all_advantages(), torch.float32),
+        "is_demo": _column(inputs.all_roles(), torch.bool),
         "old": old,
         "ref": ref,
         "cu_seqlens": _column(inputs.cu_seqlens, torch.int64),

@@ -174,6 +174,13 @@ EDGES: dict[str, Callable[[], PlanArgs]] = {
     "a padded row of several blocks": lambda: padded(2, 300, demos=(0, 1)),
     "more sequences than a block": lambda: packed([1, 2, 0] * 7),
     "mu as a tensor": lambda: SMALL.change(mu=torch.tensor(0.3)),
+    "all are rollouts": lambda: SMALL.change(is_demo=False, ref_logps=torch.randn(4, 6)),
+    "all are demonstrations, without advantages": lambda: SMALL.change(
+        is_demo=True, advantages=None
+    ),
+    "packed demonstrations without advantages": lambda: packed([3, 0, 4]).change(
+        is_demo=True, advantages=None
+    ),
     "norms from the caller": lambda: SMALL.change(rollout_norm=7, demo_norm=11.0),
     "norms as tensors": lambda: SMALL.change(
         rollout_norm=torch.tensor(7), demo_norm=torch.tensor(11.0, dtype=torch.float64)

@@ -93,7 +93,8 @@ def test_roles_are_decided_without_reading_the_device() -> None:
     assert inputs.mu == 1.0
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
         assert complete(targets, None, mixed).is_demo.tolist() == [True] * B
-    assert complete(targets, advantages).is_demo.tolist() == [False] * B
+    assert complete(targets, advantages).is_demo is False
+    assert complete(targets, advantages).all_roles().tolist() == [False] * B
 
 
 @pytest.mark.sampled

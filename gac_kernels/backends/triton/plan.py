@@ -22,18 +22,40 @@ _INPUTS = ["targets", "advantages", "is_demo", "mu", "old", "ref", "rollout_norm
 _OUTPUTS = ["offsets", "lengths", "live", "demo", "sequence", "floats"]
 
 
+@triton.jit
+def has_demo_role(is_demo, s, inside, ALL_DEMO: tl.constexpr):
+    """Whether sequences s are demonstrations; without `is_demo`, all or none of them are."""
+    if is_demo is not None:
+        role = tl.load(is_demo + s, mask=inside, other=0) != 0
+    elif ALL_DEMO:
+        role = inside
+    else:
+        role = inside != inside
+    return role
+
+
 @triton.jit(
     do_not_specialize=["N", "T", "S"],
-    do_not_specialize_on_alignment=["targets", "cu_seqlens", "offsets", "lengths"],
+    do_not_specialize_on_alignment=[
+        "targets",
+        "is_demo",
+        "cu_seqlens",
+        "offsets",
+        "lengths",
+        "rollout_lengths",
+    ],
 )
 def lengths_kernel(
     targets,  # int64 [N]
+    is_demo,  # bool [S], or None: ALL_DEMO
     cu_seqlens,  # int [S + 1], or None: sequences of T tokens
     offsets,  # int64 [S + 1]: the start of each sequence and the end of the last one
     lengths,  # int64 [S]: tokens with a loss
+    rollout_lengths,  # int64 [S]: those of rollouts
     N: tl.int64,
     T: tl.int64,
     S,
+    ALL_DEMO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     s = tl.program_id(0).to(tl.int64)
@@ -50,7 +72,10 @@ def lengths_kernel(
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         count += tl.load(targets + i, mask=i < end, other=NO_LOSS) != NO_LOSS
-    tl.store(lengths + s, tl.sum(count))
+    length = tl.sum(count)
+    role = has_demo_role(is_demo, s, s < S, ALL_DEMO)
+    tl.store(lengths + s, length)
+    tl.store(rollout_lengths + s, tl.where(role, 0, length))
     tl.store(offsets + s, begin)
     if s == S - 1:
         tl.store(offsets + S, end)
@@ -65,6 +90,7 @@ def token_weight(
     norm,
     number,
     max_tokens,
+    ALL_DEMO: tl.constexpr,
     DEMO_TERM: tl.constexpr,
     REDUCTION: tl.constexpr,
     FROM_BATCH: tl.constexpr,
@@ -81,7 +107,7 @@ def token_weight(
         for start in range(0, S, BLOCK):
             j = start + tl.arange(0, BLOCK)
             tokens = tl.load(lengths + j, mask=j < S, other=0)
-            in_term = (j < S) & ((tl.load(is_demo + j, mask=j < S, other=0) != 0) == DEMO_TERM)
+            in_term = (j < S) & (has_demo_role(is_demo, j, j < S, ALL_DEMO) == DEMO_TERM)
             if REDUCTION == "token":
                 parts += tl.where(in_term, tokens, 0)
             elif REDUCTION == "sequence":
@@ -111,14 +137,27 @@ def mixing_weights(mu, mu_number, one_minus_mu_number):
     return demo_weight, rollout_weight
 
 
+@triton.jit
+def clear_tokens(start, end, live, demo, sequence, floats, N, BLOCK: tl.constexpr):
+    """The values of tokens that belong to no sequence."""
+    for begin in range(start, end, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        inside = i < end
+        tl.store(live + i, inside != inside, mask=inside)
+        tl.store(demo + i, inside != inside, mask=inside)
+        tl.store(sequence + i, tl.zeros([BLOCK], tl.int64), mask=inside)
+        for column in tl.static_range(5):
+            tl.store(floats + column * N + i, tl.zeros([BLOCK], tl.float32), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["S", "P"],
     do_not_specialize_on_alignment=_INPUTS + _OUTPUTS,
 )
 def tokens_kernel(
     targets,  # int64 [N]
-    advantages,  # [S] or [N], any float
-    is_demo,  # bool [S]
+    advantages,  # [S] or [N], any float; None: all are 0
+    is_demo,  # bool [S], or None: ALL_DEMO
     old,  # [N], any float, or None
     ref,  # [N], any float, or None
     mu,  # 0-d, or None: use `mu_number`
@@ -138,6 +177,8 @@ def tokens_kernel(
     rollout_number,
     demo_number,
     max_tokens,
+    ALL_DEMO: tl.constexpr,
+    PACKED: tl.constexpr,
     PER_SEQUENCE: tl.constexpr,
     SHAPED: tl.constexpr,
     ROLLOUT: tl.constexpr,
@@ -151,7 +192,12 @@ def tokens_kernel(
     begin = tl.load(offsets + s)
     end = tl.load(offsets + s + 1)
     length = tl.load(lengths + s)
-    d = tl.load(is_demo + s) != 0
+    if PACKED:  # the sequences may not cover all tokens, as in a batch with padding at its end
+        if (s == 0) & (part == 0):
+            clear_tokens(0, begin, live, demo, sequence, floats, N, BLOCK)
+        if (s == S - 1) & (part == 0):
+            clear_tokens(end, N, live, demo, sequence, floats, N, BLOCK)
+    d = has_demo_role(is_demo, s, s < S, ALL_DEMO)
     term_weight, one_minus_mu = mixing_weights(mu, mu_number, one_minus_mu_number)
     if d:
         w = token_weight(
@@ -162,6 +208,7 @@ def tokens_kernel(
             demo_norm,
             demo_number,
             max_tokens,
+            ALL_DEMO,
             True,
             DEMO,
             DEMO_FROM_BATCH,
@@ -176,6 +223,7 @@ def tokens_kernel(
             rollout_norm,
             rollout_number,
             max_tokens,
+            ALL_DEMO,
             False,
             ROLLOUT,
             ROLLOUT_FROM_BATCH,
@@ -190,8 +238,10 @@ def tokens_kernel(
             d, False, has_loss
         )  # `& (d == 0)` fails in the interpreter of Triton 3.9
         uses_advantage = has_loss if SHAPED else rollout
-        index = i * 0 + s if PER_SEQUENCE else i
-        advantage = tl.load(advantages + index, mask=uses_advantage, other=0.0).to(tl.float32)
+        advantage = tl.zeros([BLOCK], tl.float32)
+        if advantages is not None:
+            index = i * 0 + s if PER_SEQUENCE else i
+            advantage = tl.load(advantages + index, mask=uses_advantage, other=0.0).to(tl.float32)
         weight = tl.where(has_loss, w, 0.0)
         tl.store(live + i, has_loss, mask=inside)
         tl.store(demo + i, inside & d, mask=inside)
@@ -214,17 +264,26 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
     if n == 0 or not inputs.is_per_sequence(inputs.is_demo):
         return reference.plan(inputs, spec, dtype)
     flat = targets.reshape(-1).contiguous()
-    offsets = torch.empty(sequences + 1, dtype=torch.int64, device=device)
-    lengths = torch.empty(sequences, dtype=torch.int64, device=device)
-    # packed sequences may not cover all tokens, as in a batch with padding at its end
-    allocate = torch.empty if cu_seqlens is None else torch.zeros
-    live, demo = allocate(2, n, dtype=torch.bool, device=device)
-    sequence = allocate(n, dtype=torch.int64, device=device)
-    floats = allocate(5, n, dtype=torch.float32, device=device)
+    sizes = n, sequences + 1, sequences, sequences  # int64, of 8 bytes; then float32 and bool
+    allocate = torch.empty if sequences else torch.zeros  # the kernels have a program per sequence
+    memory = allocate(8 * sum(sizes) + 4 * 5 * n + 2 * n, dtype=torch.uint8, device=device)
+    wide, narrow, bits = memory.split([8 * sum(sizes), 4 * 5 * n, 2 * n])
+    sequence, offsets, lengths, rollout_lengths = wide.view(torch.int64).split(sizes)
+    floats, (live, demo) = narrow.view(torch.float32).view(5, n), bits.view(torch.bool).view(2, n)
     width = n if cu_seqlens is not None else targets.shape[1]
-    common = {"targets": flat, "offsets": offsets, "lengths": lengths, "N": n, "S": sequences}
+    roles = inputs.is_demo if isinstance(inputs.is_demo, Tensor) else None
+    common = {
+        "targets": flat,
+        **launch.dense(is_demo=roles),
+        "ALL_DEMO": inputs.is_demo is True,
+        "offsets": offsets,
+        "lengths": lengths,
+        "N": n,
+        "S": sequences,
+    }
     layout = {
         **common,
+        "rollout_lengths": rollout_lengths,
         "BLOCK": launch.BLOCK,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
         "T": width,  # of padded sequences
@@ -237,7 +296,7 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
     arguments = {
         **common,
         "BLOCK": launch.BLOCK,
-        **launch.dense(advantages=inputs.advantages, is_demo=inputs.is_demo),
+        **launch.dense(advantages=inputs.advantages),
         **launch.dense(old=inputs.old_logps, ref=inputs.ref_logps),
         **launch.mixing(mu),
         "rollout_norm": rollout_norm,
@@ -250,6 +309,7 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
         "rollout_number": rollout_number,
         "demo_number": demo_number,
         "max_tokens": float(spec.max_tokens or 1),
+        "PACKED": cu_seqlens is not None,
         "PER_SEQUENCE": inputs.is_per_sequence(inputs.advantages),
         "SHAPED": spec.demo_weight is DemoWeight.SHAPED,
         "ROLLOUT": spec.rollout_reduction,
@@ -263,4 +323,4 @@ def plan_by_kernels(inputs: BatchInputs, spec: LossSpec, dtype: torch.dtype) -> 
         None if x is None else y for x, y in ((inputs.old_logps, old), (inputs.ref_logps, ref))
     )
     columns = *(flat, live, demo, advantages, old, ref, weight, scale), None, None, None, sequence
-    return Tokens(*columns, offsets, lengths, torch.where(inputs.is_demo, 0, lengths), mu)
+    return Tokens(*columns, offsets, lengths, rollout_lengths, mu)
