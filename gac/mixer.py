@@ -36,6 +36,7 @@ NEEDS = {  # descriptions, for errors
     "losses_after": "the losses of the batch after the update",
     "sources": "the source of each demonstration",
     "rewards": "the rewards of the rollouts",
+    "teacher": "a teacher's log-probs of the rollouts",
 }
 DEMO_OPTIONS = {"demo_weight", "demo_shape", "demo_reduction"}  # the options of LossSpec in use
 

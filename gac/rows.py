@@ -32,7 +32,7 @@ class Row(NamedTuple):
     unit: int = -1  # id of dependent rollouts, such as those of one prompt; -1: independent
     # log-probs of the loss tokens in the engine that sampled them; nan: not sampled
     engine_logps: tuple[float, ...] = ()
-    context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): no teacher
+    context: tuple[int, ...] = ()  # tokens that only the teacher sees, before `ids`; (): none
     source: str = ""  # the example's source, if the data name sources
     # whether each token from `start` >= 1 has a loss; (): all do. The others are only read, such as
     # tool results
@@ -63,9 +63,9 @@ class Row(NamedTuple):
         return self.switch > self.start and not self.is_demo
 
     @property
-    def kind(self) -> tuple[bool, bool, float]:
-        """Rows with equal kind may share a micro-batch: (is_demo, mixed, weight)."""
-        return self.is_demo, self.mixed, self.weight
+    def kind(self) -> tuple[bool, bool, float, bool]:
+        """Rows with equal kind may share a micro-batch: (is_demo, mixed, weight, has a context)."""
+        return self.is_demo, self.mixed, self.weight, bool(self.context)
 
 
 class Batch(NamedTuple):
@@ -158,14 +158,17 @@ def engine_logps(rows: Sequence[Row], batch: Batch) -> torch.Tensor:
 def scatter_logps(
     logps: Sequence[torch.Tensor], rows: Sequence[Row], batch: Batch, other: float = 0.0
 ) -> torch.Tensor:
-    """Scatter each row's log-probs into a tensor shaped like `batch.targets`.
+    """Scatter each row's log-probs [n] into a tensor shaped like `batch.targets`.
+
+    Other values of the row's loss tokens work, too, such as K token ids of each, [n, K].
 
     other: value of the positions that predict no loss token.
     """
-    out = torch.full((batch.targets.numel(),), other)
+    width = logps[0].shape[1:]
+    out = torch.full((batch.targets.numel(), *width), other)
     for offset, row, values in zip(batch.starts, rows, logps, strict=True):
         out[row.scored(offset)] = values
-    return out.view(batch.targets.shape).to(batch.targets.device)
+    return out.view(*batch.targets.shape, *width).to(batch.targets.device)
 
 
 class Counts(NamedTuple):

@@ -27,10 +27,12 @@ from gac.fields import (
 from gac.methods import DEFAULT, METHODS, Method, all_methods
 from gac.methods.base import Loss
 from gac.methods.loss_keys import check_loss
+from gac.methods.teacher import TeacherConfig
+from gac.methods.teacher_keys import check_teacher
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
 from gac.rollouts.config import RolloutConfig
-from gac.types import StepNeeds
+from gac.types import Sampling, StepNeeds
 from gac_kernels import LossSpec
 
 KL_SHARE = 8
@@ -99,6 +101,9 @@ class TrainConfig(Checked):
     """How responses are sampled from the policy."""
     loss: LossSpec = LossSpec()
     """Clipping, KL, entropy and reductions; a method may override some of these."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A model that scores the rollouts token by token, for a further term of the loss. A method may
+    set some of these keys."""
     optim: OptimConfig = OptimConfig()
     """AdamW and its schedule."""
     steps: Annotated[int, STEPS] = setting(800, may_change=True)
@@ -191,8 +196,11 @@ class TrainConfig(Checked):
         needs = StepNeeds.union(map(method.needs, range(self.steps)))
         plan = method.sampling(rollouts.num_generations)
         check_loss(method, self.loss, loss, needs, plan)
+        check_teacher(method, self.teacher, teacher_of(self), needs, loss)
+        self._check_average()
         unused = ["correction", "correction_max"] if plan.from_reference else []
         unused += ["scale_rewards"] if plan.pairs or plan.advantages else []
+        unused += [] if plan.uses_rewards else ["scale_rewards", "dynamic_sampling_retries"]
         unused += ["mask_truncated_completions"] if plan.pairs else []
         for name in unused:
             require_default(rollouts, name, f"rollouts.{name}", f"on method {method.name!r}")
@@ -214,12 +222,34 @@ class TrainConfig(Checked):
                     "key, or set eval={} for no evaluation"
                 )
         group = sum(stage.size for stage in plan.stages) or rollouts.num_generations
-        if group + plan.demo_in_group < 2 and needs.rollouts:
+        if group + plan.demo_in_group < 2 and needs.rollouts and plan.uses_rewards:
             raise ValueError(
                 f"rollouts.num_generations={rollouts.num_generations}: advantages compare the "
                 "rollouts of a prompt, so a single one has advantage 0 and teaches nothing: use a "
                 "number >= 2"
             )
+
+    def _check_average(self) -> None:
+        """Raise ValueError if the teacher is an average in a dtype that rounds its changes away."""
+        model, rate = self.model, teacher_of(self).update_rate
+        in_float32 = model.dtype == "float32" or model.master_weights or model.lora is not None
+        require(
+            in_float32 or rate in (0, 1),
+            "model.master_weights",
+            model.master_weights,
+            f"true: in {model.dtype}, a teacher with teacher.update_rate={rate:g} does not move",
+        )
+
+
+def teacher_of(config: TrainConfig) -> TeacherConfig:
+    """The run's teacher, with the keys that the method sets."""
+    return config.method.teacher(config.teacher)
+
+
+def plan_of(config: TrainConfig) -> Sampling:
+    """How the run's prompts become rows; the teacher may need the prompts' demonstrations."""
+    plan = config.method.sampling(config.rollouts.num_generations)
+    return dataclasses.replace(plan, teacher=plan.teacher or teacher_of(config).self)
 
 
 def kl_rollouts(config: TrainConfig) -> int | None:
@@ -240,9 +270,9 @@ def loss_of(config: TrainConfig) -> Loss:
     """The run's loss; `loss.max_tokens` defaults to `rollouts.max_completion_length`.
 
     With rollouts from another engine, or a function that may return its log-probs,
-    `rollouts.correction` is applied.
+    `rollouts.correction` is applied; with a teacher, its loss is added.
     """
-    rollouts = config.rollouts
+    rollouts, teacher = config.rollouts, teacher_of(config)
     longest = config.loss.max_tokens or rollouts.max_completion_length
     loss = config.method.loss(dataclasses.replace(config.loss, max_tokens=longest))
     from_reference = config.method.sampling(rollouts.num_generations).from_reference
@@ -253,5 +283,8 @@ def loss_of(config: TrainConfig) -> Loss:
         spec = dataclasses.replace(
             loss.spec, correction=rollouts.correction, correction_max=rollouts.correction_bound
         )
+        loss = loss._replace(spec=spec)
+    if teacher.active:
+        spec = dataclasses.replace(loss.spec, teacher_coef=teacher.coef, teacher_loss=teacher.loss)
         loss = loss._replace(spec=spec)
     return loss

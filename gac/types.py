@@ -33,12 +33,17 @@ class TermPair(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Weights of one step: loss = scale * ((1 - mu) * rollout_loss + mu * demo_loss)."""
+    """Weights of one step: loss = scale * ((1 - mu) * rollout_loss + mu * demo_loss).
+
+    A teacher's loss is added with a weight of its own.
+    """
 
     mu: float
     scale: float = 1.0
     final: bool = False
     """End the run after this step, even if steps remain."""
+    teacher: float | None = None
+    """Weight of the teacher's loss, >= 0; None: `teacher.coef`."""
 
     @classmethod
     def weights(cls, demo: float, rollout: float) -> Mix:
@@ -82,6 +87,8 @@ class StepNeeds(NamedTuple):
     kl_trigger: bool = False
     """With `kl`: the method only compares an average of the KL with a target, so an estimate from
     part of the rollouts suffices."""
+    teacher: bool = False
+    """A teacher scores the rollouts."""
 
     @classmethod
     def union(cls, needs: Iterable[StepNeeds]) -> StepNeeds:
@@ -232,8 +239,10 @@ class Sampling:
     demo_in_group: bool = False
     """Demonstrations are scored and share the baseline of their prompt's rollouts."""
     teacher: bool = False
-    """Measure the policy's log-probs of the rollouts when it has also seen the prompt's
-    demonstration; see `Row.context`."""
+    """The teacher of the rollouts sees their prompt's demonstration; see `Row.context`."""
+    uses_rewards: bool = True
+    """The loss depends on the rewards. If not, they are only measured, and one rollout per prompt
+    is enough."""
     collect: int = 0
     """With demos="prompt": collect the demonstrations that `Method.credit` selects, over several
     steps, and train on this many in one step once there are enough; 0: train on them at once."""

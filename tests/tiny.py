@@ -9,6 +9,8 @@ from typing import Any
 from gac.config import load
 from gac.data import Example
 from gac.demo.task import make_tokenizer, model_config, rows, write_rows
+from gac.models.causal_lm import load_model
+from gac.models.config import ModelConfig
 from gac.rewards.base import RowReward
 from gac.train_config import TrainConfig
 
@@ -56,6 +58,16 @@ def write_tiny(folder: Path, *, prompts: int = 16, demos: int = 12, layers: int 
     write_rows(folder / "prompts.jsonl", rows(rng, ["+", "-"] * (prompts // 2), forget))
     write_rows(folder / "demos.jsonl", rows(rng, ["-"] * demos, forget))
     write_rows(folder / "eval.jsonl", rows(rng, ["+", "-"] * 4))
+    return folder
+
+
+def write_teacher(task: Path, folder: Path) -> Path:
+    """Write a teacher with the task's tokenizer and other random weights; returns its folder."""
+    from transformers import AutoTokenizer
+
+    path = str(task / "init")
+    load_model(ModelConfig(path=path, random_init=True), seed=7).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
     return folder
 
 

@@ -13,10 +13,14 @@ from .dpo import DPO, IPO
 from .gac import GAC, GACGated, GACPaper
 from .groups import DYPO, GTA, LUFFY, SDAR, SRFT
 from .grpo import DAPO, GRPO, GSPO, DrGRPO
+from .kdrl import KDRL
 from .loss_weights import DWA, FAMO, GradNorm, Uncertainty
+from .opd import OPD
 from .prefixes import TRAPO, UFT, PrefixRFT
 from .routing import HPT, MultiTask, ReLIFT, Routing, SuperRL
 from .rules import AMFT, GradNormControl, KLControl, RewardThreshold, RewardVarianceControl
+from .sdft import SDFT
+from .sdpg import SDPG
 from .sft import ASFT, DFT, SFT, SFTBest, SFTLight, SFTThenRL
 from .solvers import MGDA, AlignedMTL, CAGrad, MoCo, NashMTL, PCGrad, SDMGrad
 
@@ -26,6 +30,7 @@ _FAMILIES: tuple[tuple[type[Method], ...], ...] = (
     (Constant, HPCD, WCF, CHORD, CHORDPhi, CHORDBoth),
     (RewardThreshold, KLControl, RewardVarianceControl, GradNormControl, AMFT),
     (MultiTask, LUFFY, SRFT, HPT, SuperRL, Routing, DYPO, ReLIFT, SDAR, TRAPO, UFT, PrefixRFT, GTA),
+    (OPD, KDRL, SDFT, SDPG),
     (MGDA, PCGrad, CAGrad, NashMTL, AlignedMTL, SDMGrad, MoCo, GradNorm),
     (Uncertainty, DWA, FAMO),
     (GAC, GACPaper),

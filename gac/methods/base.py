@@ -20,6 +20,7 @@ from gac.types import Credit, Mix, Observation, Sampling, State, StepNeeds, Weig
 from gac_kernels import DemoWeight, LossSpec
 
 from .advantages import group_credit
+from .teacher import TeacherConfig
 from .token_view import TokenView
 
 OURS = "our variants"  # family of the methods that no publication describes
@@ -96,6 +97,10 @@ class Method(Checked):
     def loss(self, base: LossSpec) -> Loss:
         """The loss that the method minimizes; `base` is the `loss` section of the configuration."""
         return Loss(base)
+
+    def teacher(self, base: TeacherConfig) -> TeacherConfig:
+        """The teacher of the run; `base` is the `teacher` section of the configuration."""
+        return base
 
     def credit(
         self, rewards: torch.Tensor, demos: torch.Tensor | None, scale_rewards: str

@@ -55,10 +55,10 @@ def describe_needs(method: Method) -> tuple[str, ...]:
     sampled = "rollouts of the reference" if sampling.from_reference else "rollouts"
     declared = {
         sampled: required.rollouts,
-        DEMOS[sampling.demos]: required.demos,
+        DEMOS[sampling.demos]: required.demos or sampling.teacher,
         "prefixes": sampling.has_prefix,
         "separate gradients": required.parts > 0,
-        "teacher": sampling.teacher,
+        "teacher": sampling.teacher or required.teacher,
         "reference": required.kl or loss.reference,
         "log-probs": loss.token is not None,
         "losses after the update": required.losses_after,

@@ -42,6 +42,7 @@ def check_loss(
         "max_tokens": ("constant" in reductions, "a constant reduction"),
     }
     unused = set() if needs.rollouts else set(ROLLOUTS)
+    unused |= set() if plan.uses_rewards else POLICY
     unused |= set() if needs.demos and not plan.teacher else DEMOS
     if loss.token is not None:
         unused |= {"demo_weight", "demo_shape"} | (set() if loss.policy else POLICY)

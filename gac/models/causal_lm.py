@@ -94,20 +94,20 @@ def make_model(
     if config.attention:
         keywords["attn_implementation"] = config.attention
     torch.manual_seed(seed)
-    with one_line_errors("model.path", config.path, config.attention):
+    with one_line_errors(config.key, config.path, config.attention):
         keywords["config"] = _training_config(config)
         if config.safetensors_only and not config.random_init:
-            check_safetensors("model.path", config.path)
+            check_safetensors(config.key, config.path)
         if config.random_init:
             model = AutoModelForCausalLM.from_config(**keywords)
         else:
             with loading or contextlib.nullcontext():
-                model = read_model("model.path", config.path, loading is not None, **keywords)
+                model = read_model(config.key, config.path, loading is not None, **keywords)
             for name, weight in model.named_parameters() if loading is None else ():
                 if not weight.isfinite().all():
                     raise ConfigError(
-                        f"model.path={config.path!r}: the weight {name} contains nan or inf: copy "
-                        "or download the model again"
+                        f"{config.key}={config.path!r}: the weight {name} contains nan or inf: "
+                        "copy or download the model again"
                     )
     untie_if_different(model)
     patch_forward(model)
@@ -131,13 +131,13 @@ def _training_config(config: ModelConfig) -> Any:
     model_config = AutoConfig.from_pretrained(base_folder(config.path))
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(
-            f"model.path={config.path!r}: model type {model_config.model_type!r} is not a causal "
+            f"{config.key}={config.path!r}: model type {model_config.model_type!r} is not a causal "
             "language model, the only kind that this trainer supports; give a decoder-only model"
         )
     quantized = getattr(model_config, "quantization_config", None)
     if quantized is not None:
         raise ConfigError(
-            f"model.path={config.path!r}: the weights are quantized "
+            f"{config.key}={config.path!r}: the weights are quantized "
             f"({quantized.get('quant_method')}), and QLoRA is not supported: give the "
             "unquantized model, with model.lora and dtype: bfloat16 to save memory"
         )

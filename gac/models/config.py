@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar
 
 from gac.errors import require
 from gac.fields import Checked, Count, Decay, expand_paths, one_of, setting
@@ -35,6 +35,8 @@ class LoraConfig(Checked):
 class ModelConfig(Checked):
     """The model to train, and how to load it."""
 
+    key: ClassVar[str] = "model.path"
+    """The configuration's key of `path`, for errors."""
     path: str = ""
     """A folder with a transformers model, or the name of one on the Hub."""
     tokenizer: str | None = None
@@ -61,3 +63,21 @@ class ModelConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         expand_paths(self, "path", "tokenizer")
+
+
+class TeacherModel(ModelConfig):
+    """A teacher's own model, and how to load it."""
+
+    key: ClassVar[str] = "teacher.path"
+
+
+def teacher_model(policy: ModelConfig, path: str) -> TeacherModel:
+    """The teacher at `path`, which is loaded like the policy, without its adapters."""
+    own = {
+        "path": path,
+        "tokenizer": None,
+        "random_init": False,
+        "gradient_checkpointing": False,
+        "lora": None,
+    }
+    return TeacherModel(**{**{f.name: getattr(policy, f.name) for f in fields(policy)}, **own})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +29,13 @@ from gac_kernels import (
     token_logprobs,
 )
 from gac_kernels.heads.transformers import Record
+from gac_kernels.projection import Projection
 
 from .precision import autocast, compute_dtype, patched_model
 from .row_attention import without_mask
 
 logger = logging.getLogger(__name__)
+LOGIT_ROWS = 512  # rows of given logits that are copied at once
 # whether the LM head of the current forward only records what the model does with its logits
 _recording = ContextVar("_recording", default=False)
 
@@ -68,6 +70,42 @@ class Head:
             logps, entropy = token_logprobs(self.logits, targets, temperature=temperature)
             return logps, entropy
         return self._linear(linear_token_logprobs, targets, temperature=temperature)[:2]
+
+    @torch.no_grad()
+    def top_logprobs(
+        self, positions: Tensor, k: int, temperature: float = 1.0, vocabulary: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs [M, K] and ids [M, K] of the `k` most probable tokens: 2 M H V FLOPs.
+
+        Args:
+            positions: int64 [M], indices into the flattened positions of the batch.
+            k: K, at most V.
+            temperature: the logits are divided by it.
+            vocabulary: number of tokens that may follow, the first ones; None: all V.
+        """
+        logps = torch.empty(len(positions), k, device=positions.device)
+        ids = torch.empty_like(logps, dtype=torch.int64)
+        start = 0
+        for block in self._logit_blocks(positions):
+            scaled = self.scaled(block[:, :vocabulary]) / temperature
+            top, span = scaled.topk(k), slice(start, start + len(block))
+            logps[span] = top.values - scaled.logsumexp(-1, keepdim=True)
+            ids[span] = top.indices
+            start += len(block)
+        return logps, ids
+
+    def _logit_blocks(self, positions: Tensor) -> Iterator[Tensor]:
+        """Outputs [., V] of the linear layer at `positions` [M], in float32 or better."""
+        if self.logits is not None:
+            for part in positions.split(LOGIT_ROWS):
+                yield self.logits.flatten(0, 1)[part].float()
+            return
+        assert self.hidden is not None
+        assert self.weight is not None
+        rows = self.hidden.flatten(0, 1)[positions]
+        projection = Projection(self.weight, self.bias, self.autocast or rows.dtype)
+        for part in projection.operand(rows).split(projection.block):
+            yield projection.logits(part)
 
     def token_loss(
         self, targets: Tensor, function: Callable[..., Tensor], *inputs: Tensor, temperature: float

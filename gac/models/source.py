@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gac.errors import ConfigError, UserError
@@ -47,12 +47,44 @@ def check_source(key: str, name: str, *, ask_hub: bool = True) -> None:
 
 def check_tokenizer(config: ModelConfig, *, ask_hub: bool = True) -> tuple[str, str]:
     """Check the source of the tokenizer; returns its key and name."""
-    key = "model.tokenizer" if config.tokenizer else "model.path"
+    key = "model.tokenizer" if config.tokenizer else config.key
     name = config.tokenizer or config.path
     check_source(key, name, ask_hub=ask_hub)
     remedy = "set model.tokenizer to a folder with one, or its name on the Hub"
     check_files(key, name, "tokenizer", remedy, *TOKENIZERS)
     return key, name
+
+
+def check_vocabulary(teacher: str, own: Mapping[str, int], policy: Mapping[str, int]) -> None:
+    """Raise ConfigError unless the teacher's tokenizer has the policy's tokens.
+
+    teacher: its path. own, policy: text of each token -> id, of the teacher and of the policy.
+    """
+    if own == policy:
+        return
+    texts, expected = ({i: text for text, i in tokens.items()} for tokens in (own, policy))
+    token = next(i for i in sorted({*texts, *expected}) if texts.get(i) != expected.get(i))
+    shown = repr(texts[token]) if token in texts else "missing"
+    wanted = repr(expected[token]) if token in expected else "missing"
+    raise ConfigError(
+        f"teacher.path={teacher!r}: its tokenizer is not the policy's: token {token} is {shown}, "
+        f"and {wanted} in the policy's: give a teacher with the same tokenizer"
+    )
+
+
+def saved_vocabulary(config: ModelConfig) -> Mapping[str, int] | None:
+    """Text of each token -> id, of the tokenizer.json in a local folder; None without one."""
+    from tokenizers import Tokenizer
+
+    path = Path(config.tokenizer or config.path) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    with one_line_errors(config.key, config.path):
+        try:
+            vocabulary: Mapping[str, int] = Tokenizer.from_file(str(path)).get_vocab()
+        except Exception as error:  # the library raises no class of its own
+            raise ValueError(f"{path}: {error}") from error
+        return vocabulary
 
 
 def has_chat_template(config: ModelConfig) -> bool | None:
@@ -71,18 +103,19 @@ def has_chat_template(config: ModelConfig) -> bool | None:
 
 def check_model(config: ModelConfig, *, ask_hub: bool = True) -> None:
     """Check the source of the model and, unless `random_init`, of its weights."""
-    check_source("model.path", config.path, ask_hub=ask_hub)
+    check_source(config.key, config.path, ask_hub=ask_hub)
     remedy = "give a folder written by transformers' save_pretrained"
-    check_files("model.path", config.path, "model", remedy, "config.json", "adapter_config.json")
+    check_files(config.key, config.path, "model", remedy, "config.json", "adapter_config.json")
     if config.lora is not None and (Path(config.path) / "adapter_config.json").is_file():
         raise ConfigError(
-            f"model.lora: model.path={config.path!r} already contains adapters, which are trained: "
-            "remove model.lora, or merge the adapters into a model with peft's merge_and_unload"
+            f"model.lora: {config.key}={config.path!r} already contains adapters, which are "
+            "trained: remove model.lora, or merge the adapters into a model with peft's "
+            "merge_and_unload"
         )
     _check_adapters(Path(config.path))
     if not config.random_init:
         remedy = "give a folder with weights, or set model.random_init=true"
-        check_files("model.path", config.path, "weights", remedy, *WEIGHTS)
+        check_files(config.key, config.path, "weights", remedy, *WEIGHTS)
 
 
 def _check_adapters(folder: Path) -> None:

@@ -120,6 +120,13 @@ OPTIMIZATION = (
         "the model learns: tokens that the model finds unlikely have almost no weight at first.",
     ),
     Panel(
+        key="teacher_loss",
+        title="Teacher's loss",
+        axis="nats",
+        column="teacher_loss",
+        caption="Divergence of policy and teacher on the rollouts, before its weight.",
+    ),
+    Panel(
         key="grad_norm",
         title="Gradient norm",
         axis="norm",

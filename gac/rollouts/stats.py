@@ -64,9 +64,9 @@ class Rollouts:
     old_logps: list[Tensor] = field(default_factory=list)
     """Log-probs of the sampling policy, one tensor of loss tokens per row; empty: on-policy."""
     teacher_logps: list[Tensor] = field(default_factory=list)
-    """Like `old_logps`, but of the policy that sees `Row.context`; nan without a context, and empty
-    if not measured.
-    """
+    """The teacher's log-probs of each row, [n] or [n, K]; empty without a teacher."""
+    teacher_ids: list[Tensor] = field(default_factory=list)
+    """The tokens of `teacher_logps` [n, K]; empty: those of the rows."""
     collected: list[Example | None] = field(default_factory=list)
     """For each prompt, its example if the demonstration is to be collected, else None; empty
     without `Sampling.collect`."""

@@ -29,8 +29,14 @@ from gac.errors import (
 )
 from gac.fields import expanded
 from gac.imports import load_object
-from gac.models.config import ModelConfig
-from gac.models.source import check_model, check_tokenizer, has_chat_template
+from gac.models.config import ModelConfig, teacher_model
+from gac.models.source import (
+    check_model,
+    check_tokenizer,
+    check_vocabulary,
+    has_chat_template,
+    saved_vocabulary,
+)
 from gac.rewards import Reward, build_reward
 
 logger = logging.getLogger(__name__)
@@ -59,7 +65,7 @@ def load_checked(
     _check_path("model.path", config.model.path, file)
     check_tokenizer(config.model, ask_hub=False)
     check_model(config.model, ask_hub=False)
-    passed = [_model_line(config.model)]
+    passed = [_model_line(config.model), *_teacher_lines(config, file)]
     for key, data, reward in _parts(config):
         reward_key = f"{key.removesuffix('data')}reward" if "." in key else ""
         passed += _check_data(key, data, file, rows)
@@ -74,6 +80,21 @@ def load_checked(
         check_demos(config)
         passed.append(check_training(config))
     return config, passed
+
+
+def _teacher_lines(config: Any, file: Path | None) -> list[str]:
+    """Check the files of the teacher's own model, and its tokenizer if that is in a folder."""
+    if not hasattr(config, "teacher") or config.teacher.path is None:
+        return []
+    model = teacher_model(config.model, config.teacher.path)
+    _check_path(model.key, model.path, file)
+    check_tokenizer(model, ask_hub=False)
+    check_model(model, ask_hub=False)
+    own, policy = map(saved_vocabulary, (model, config.model))
+    if own is None or policy is None:
+        return [f"{model.key}: {model.path}; its tokenizer was not compared with the policy's"]
+    check_vocabulary(model.path, own, policy)
+    return [f"{model.key}: {model.path}, with the policy's tokenizer"]
 
 
 def _parts(config: Any) -> Iterator[tuple[str, DataConfig, Any]]:
@@ -172,17 +193,27 @@ def _score_first_row(config: Any, key: str, data: DataConfig, reward: Reward) ->
 
 
 def check_demos(config: Any, *, anywhere: bool = False) -> None:
-    """Raise ConfigError if the method needs demonstrations, but no row has one.
+    """Raise ConfigError if the method or its teacher needs demonstrations, but no row has one.
 
     anywhere: also read rows that are in no file.
     """
-    method, field = config.method, config.data.demo_field
-    of_prompts = method.sampling(config.rollouts.num_generations).demos == "prompt"
+    from gac.train_config import plan_of  # imports torch
+
+    method, plan = config.method, plan_of(config)
+    own = plan.demos == "prompt" and plan.teacher
+    if plan.teacher and not own:
+        _require_demos(config, True, "teacher.self=true needs", anywhere)
+    if own or any(method.needs(step).demos for step in range(config.steps)):
+        needs = f"method {method.name!r} needs"
+        _require_demos(config, plan.demos == "prompt", needs, anywhere)
+
+
+def _require_demos(config: Any, of_prompts: bool, needs: str, anywhere: bool) -> None:
+    """Raise ConfigError if no row of the prompts, or of `data.demos`, has a demonstration."""
+    field = config.data.demo_field
     data = replace(config.data, demos=None) if of_prompts else config.data
     only = [data.demos or data.prompts] if data.demos or data.prompts else []
     paths = only or [source.path for source in data.sources]
-    if not any(method.needs(step).demos for step in range(config.steps)):
-        return
     if field is not None:
         if not anywhere and not all(_path(path).is_file() for path in paths):
             return
@@ -191,8 +222,8 @@ def check_demos(config: Any, *, anywhere: bool = False) -> None:
             return
     lacks = f", but no row of {', '.join(paths)} has this field" if field is not None else ""
     raise ConfigError(
-        f"data.demo_field={'null' if field is None else repr(field)}: method {method.name!r} "
-        f"needs demonstrations{lacks}{' and passes data.where' if lacks and data.where else ''}: "
+        f"data.demo_field={'null' if field is None else repr(field)}: {needs} demonstrations"
+        f"{lacks}{' and passes data.where' if lacks and data.where else ''}: "
         f"set data.demo_field{'' if of_prompts or not lacks else ' or data.demos'}, or choose grpo"
     )
 
@@ -299,5 +330,5 @@ def _check_path(key: str, value: str, file: Path | None) -> None:
         )
     if "://" in value:
         raise MissingData(f"{key}={value!r}: URLs are not read: download the file")
-    if key != "model.path" and (problem := why_missing(value)):
+    if key not in ("model.path", "teacher.path") and (problem := why_missing(value)):
         raise MissingData(f"{key}={value!r}: {problem}")

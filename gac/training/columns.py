@@ -13,7 +13,7 @@ class Column(NamedTuple):
 
 
 END, STEP, METHOD, EVAL = "step_end", "training.step", "methods", "evaluation"
-SAMPLING, STATS = "rollouts.sampling", "rollouts.stats"
+SAMPLING, STATS, TEACHER = "rollouts.sampling", "rollouts.stats", "training.teacher"
 METRICS: dict[str, Column] = {
     "step, skipped": Column("steps", "optimizer steps so far; skipped ones (see `guards`)", END),
     "mu": Column("", "weight of the demonstration term in the step's gradient", END),
@@ -40,6 +40,10 @@ METRICS: dict[str, Column] = {
         "nats", "KL of the engine to the policy per token; largest gap of their log-probs", STEP
     ),
     "sft_variance, rl_variance, disagreement": Column("", "the paper's equations 8, 7, 9", END),
+    "teacher_loss": Column("nats", "loss of the `teacher`, as reduced, before its weight", STEP),
+    "teacher_tail": Column(
+        "share", "of the teacher's probability: mass of the tokens beyond `teacher.top_k`", TEACHER
+    ),
     "grad_norm, lr": Column("", "norm of the gradient before clipping; learning rate", STEP),
     "update_norm": Column("", "norm of the weights' change, with `log_update_norm`", STEP),
     "tokens, rollout_tokens": Column(

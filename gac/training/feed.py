@@ -16,7 +16,7 @@ from gac.data.micro_batches import assign_rows, demo_row
 from gac.imports import user_code
 from gac.order import MixedOrder, Order
 from gac.rows import Row
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, plan_of
 from gac.training.check import check_demos
 from gac.training.startup import check_budget, check_positions, check_tokens
 from gac.types import StepNeeds
@@ -41,7 +41,7 @@ class Feed:
         self.order_name = config.data.order
         self.orders: dict[str, Order | MixedOrder] = {}
         needs = StepNeeds.union(map(self.method.needs, range(config.steps)))
-        self.plan = self.method.sampling(config.rollouts.num_generations)
+        self.plan = plan_of(config)
         self.trains_on_prompt_demos = self.plan.demos == "prompt"
         self.separate_demos = needs.demos and not self.trains_on_prompt_demos
         self.step = 0  # of the last sampling
@@ -55,7 +55,7 @@ class Feed:
         check_demos(config, anywhere=True)
         if needs.rollouts:
             own = needs.demos and config.data.demos is None
-            of_prompts = own or self.trains_on_prompt_demos
+            of_prompts = own or self.plan.teacher or self.trains_on_prompt_demos
             self.prompts = load_prompts(config.data, tokenizer, training=True, demos=of_prompts)
             self.prompt_order = prompt_order(config.data, self.prompts, config.seed)
             self.orders["prompt_order"] = self.prompt_order
@@ -65,7 +65,8 @@ class Feed:
                     "another one, because some demonstrations have several turns"
                 )
             _check_divisible("rollouts.num_prompts", self.prompt_batch, ranks, needs.parts)
-        if needs.demos and self.trains_on_prompt_demos and not any(self.prompts.demos):
+        reads_prompt_demos = self.plan.teacher or (needs.demos and self.trains_on_prompt_demos)
+        if reads_prompt_demos and not any(self.prompts.demos):
             raise ValueError(
                 f"data.max_demo_tokens={config.data.max_demo_tokens}: all demonstrations are "
                 "longer: use a larger number"

@@ -20,11 +20,13 @@ from gac.data.micro_batches import MicroBatch, MicroBatches
 from gac.errors import ConfigError
 from gac.methods.base import Loss
 from gac.models.head import Head, run_head
+from gac.models.precision import patched_model
 from gac.parallel.seeds import seed
 from gac.parallel.sharding import reshard
 from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, KLEstimate, Mix, TermPair
 from gac_kernels import DemoWeight, LossOutput, LossSpec, TokenMoments
+from gac_kernels.contract import IGNORE
 from gac_kernels.tokens import outside_trust_region
 
 from .probes import GradientParts
@@ -70,15 +72,32 @@ class Forward:
         reshard(model)
         return [by_sequence[row.sequence] for row in rows]
 
-    def teacher_logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Like `row_logprobs`, with each row's `context` prepended; nan for rows without one."""
-        seen = [
-            row._replace(ids=row.context + row.ids, start=row.start + len(row.context), switch=-1)
-            for row in rows
-        ]
-        logps = self.row_logprobs(seen)
-        pairs = zip(rows, logps, strict=True)
-        return [x if row.context else torch.full_like(x, math.nan) for row, x in pairs]
+    @torch.no_grad()
+    def top_logprobs(
+        self, rows: Sequence[Row], model: nn.Module, k: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The `k` most probable tokens at each row's loss tokens, in the order of `rows`.
+
+        Returns: for each row, log-probs float32 [n, K] and ids int32 [n, K], on the CPU.
+        """
+        by_sequence: dict[int, tuple[Tensor, Tensor]] = {}
+        vocabulary = patched_model(self.model).get_input_embeddings().weight.shape[0]
+        for micro, batch, _, _ in self.batches(rows):
+            every = torch.arange(batch.targets.numel())
+            own = [every[row.scored(at)] for at, row in zip(batch.starts, micro, strict=False)]
+            positions = torch.cat(own or [every[:0]]).to(batch.targets.device)
+            head = run_head(model, **batch.model_inputs)
+            logps, ids = head.top_logprobs(positions, k, self.temperature, vocabulary)
+            sizes = [len(x) for x in own]
+            parts = zip(logps.cpu().split(sizes), ids.int().cpu().split(sizes), strict=True)
+            by_sequence |= {row.sequence: x for row, x in zip(micro, parts, strict=True)}
+        reshard(model)
+        return [by_sequence[row.sequence] for row in rows]
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters under their unwrapped names, without DDP's prefix."""
+        unwrapped = self.accelerator.unwrap_model(self.model)
+        return [(n, p) for n, p in unwrapped.named_parameters() if p.requires_grad]
 
     @contextlib.contextmanager
     def reference_model(self) -> Iterator[nn.Module]:
@@ -158,7 +177,7 @@ class Totals:
         self.spec, self.old_logps = loss.spec, old_logps
         self.weighted = loss.token is None and loss.spec.demo_weight in TOKEN_WEIGHTS
         self.weights: list[Tensor] = []  # float64 [2]: sum and number of the demonstrations' tokens
-        self.terms: list[Tensor] = []  # [demo loss, rollout loss]
+        self.terms: list[Tensor] = []  # [demo loss, rollout loss, teacher's or 0, whether it is]
         self.parts: list[TokenMoments] = []
         self.rows: list[Sequence[Row]] = []  # of each part
         self.sums: collectives.Sums = {}  # of the engine's log-probs
@@ -167,7 +186,9 @@ class Totals:
         """Add a micro-batch."""
         assert out.moments is not None
         self.rows.append(rows)
-        self.terms.append(torch.stack([out.demo_loss, out.rollout_loss]))
+        taught, zero = out.teacher_loss is not None, torch.zeros_like(out.demo_loss)
+        teacher = [zero if out.teacher_loss is None else out.teacher_loss, zero + taught]
+        self.terms.append(torch.stack([out.demo_loss, out.rollout_loss, *teacher]))
         self.parts.append(out.moments)
         if self.weighted and rows and rows[0].is_demo:
             p = out.logps.detach()[batch.targets.reshape(out.logps.shape) >= 0].double().exp()
@@ -184,13 +205,14 @@ class Totals:
                     found = mismatch(*scored, advantage=row.advantage, spec=self.spec)
                     collectives.add_sums(self.sums, found)
 
-    def reduced(self) -> tuple[TermPair, float | None]:
-        """Over all ranks: the two loss terms, and the demonstrations' mean token weight if any."""
+    def reduced(self) -> tuple[TermPair, float | None, float | None]:
+        """Over all ranks: both terms, and if any, the teacher's and the mean token weight."""
         own: list[float] = []
-        for pairs in (self.terms, self.weights):
-            own += torch.stack(pairs or [torch.zeros(2)]).double().sum(0).tolist()
-        demo, rollout, weight, tokens = collectives.mean(own)
-        return TermPair(demo, rollout), weight / tokens if tokens else None
+        for sums, size in ((self.terms, 4), (self.weights, 2)):
+            own += torch.stack(sums or [torch.zeros(size)]).double().sum(0).tolist()
+        demo, rollout, teacher, taught, weight, tokens = collectives.mean(own)
+        terms = TermPair(demo, rollout), teacher if taught else None
+        return *terms, weight / tokens if tokens else None
 
     def moments(self, device: torch.device) -> TokenMoments:
         """The statistics of all ranks; a rank without rows contributes zeros on `device`."""
@@ -252,7 +274,7 @@ class Gradients:
         self.forward, self.loss = forward, loss
         self.accelerator, self.model = forward.accelerator, forward.model
         self.kl_sample_size = kl_sample_size
-        terms, named = (0, 1) if averages else (), self._trainable()
+        terms, named = (0, 1) if averages else (), self.forward.trainable()
         self.tracked = {f"{i}.{n}": torch.zeros_like(p.detach()) for i in terms for n, p in named}
 
     def __call__(self, step: Step) -> Measured:
@@ -267,18 +289,19 @@ class Gradients:
         probes: list[Probe] = [totals] if kl is None else [totals, kl]
         accumulate = partial(self._accumulate, step, probes)
         mu = 0.5 if needs.parts else step.mix.mu
-        live = [row for row in step.rows if self._has_gradient(row, mu)]
-        zero = [row for row in step.rows if not self._has_gradient(row, mu)]
+        taught = self._teacher_coef(step) != 0
+        live = [row for row in step.rows if self._has_gradient(row, mu, taught)]
+        zero = [row for row in step.rows if not self._has_gradient(row, mu, taught)]
         # rows without a gradient first: no forward may run between the last backward and the update
         accumulate(zero, step.mix, grad=False)
         parts = gram = bias_gram = None
         if needs.parts:
-            parts = GradientParts(self._trainable(), needs)
+            parts = GradientParts(self.forward.trainable(), needs)
             gram, bias_gram = parts.measure(step.rows, live, accumulate, self.tracked)
         else:
             accumulate(live, step.mix)
         moments, evidence = totals.moments(self.accelerator.device), None
-        losses, demo_weight = totals.reduced()
+        losses, teacher_loss, demo_weight = totals.reduced()
         if needs.signals:
             evidence = Evidence(
                 step=step.number,
@@ -297,6 +320,7 @@ class Gradients:
             sources=totals.sources() if needs.sources else None,
             means=totals.sums,
             demo_weight=demo_weight,
+            teacher_loss=teacher_loss,
         )
 
     def losses(self, step: Step) -> TermPair:
@@ -321,7 +345,9 @@ class Gradients:
 
         plain: only add the gradient without phi and without clipping; nothing is measured.
         """
-        spec = self.loss.spec
+        # the mix scales the whole loss, but not the weight of the teacher's
+        teacher_coef = self._teacher_coef(step) / mix.scale if mix.scale else 0.0
+        spec = replace(self.loss.spec, teacher_coef=teacher_coef)
         if plain:
             spec = replace(
                 spec, demo_weight=DemoWeight.ONE, clip_low=None, clip_high=None, dual_clip=None
@@ -342,7 +368,7 @@ class Gradients:
         if not grad:  # only a backward reshards by itself
             reshard(self.model)
         elif isinstance(self.model, DistributedDataParallel):
-            trained = self._trainable()
+            trained = self.forward.trainable()
             unused = [name for name, p in trained if p.grad is None]
             if 0 < len(unused) < len(trained):
                 raise ConfigError(
@@ -352,18 +378,22 @@ class Gradients:
         if self.forward.reference is not None:
             reshard(self.forward.reference)
 
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters under their unwrapped names, without DDP's prefix."""
-        unwrapped = self.accelerator.unwrap_model(self.model)
-        return [(n, p) for n, p in unwrapped.named_parameters() if p.requires_grad]
+    def _teacher_coef(self, step: Step) -> float:
+        """The weight of the teacher's loss in `step`; 0 if no teacher has scored its rollouts."""
+        own = self.loss.spec.teacher_coef if step.mix.teacher is None else step.mix.teacher
+        return own if step.teacher_logps and self.loss.token is None else 0.0
 
-    def _has_gradient(self, row: Row, mu: float) -> bool:
-        """Whether the gradient of `row` may be nonzero if demonstrations have the weight `mu`."""
+    def _has_gradient(self, row: Row, mu: float, taught: bool) -> bool:
+        """Whether the gradient of `row` may be nonzero if demonstrations have the weight `mu`.
+
+        taught: whether rollouts also have the loss of a teacher.
+        """
         if self.loss.token is not None:
             return True
         spec, advantage = self.loss.spec, row.advantage != 0
         demo = mu != 0 and (advantage or spec.demo_weight is not DemoWeight.SHAPED)
         rollout = mu != 1 and (advantage or spec.kl_coef != 0 or spec.entropy_coef != 0)
+        rollout |= taught
         return (demo and (row.is_demo or row.mixed)) or (rollout and not row.is_demo)
 
     def _loss(
@@ -381,12 +411,10 @@ class Gradients:
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
-        old = teacher = None
-        if step.old_logps and rows and not demo:
+        old, sampled = None, bool(rows) and not demo
+        if step.old_logps and sampled:
             old = scatter_logps([step.old_logps[r.sequence] for r in rows], rows, batch)
-        if step.teacher_logps and rows and not demo:
-            values = [step.teacher_logps[r.sequence] for r in rows]
-            teacher = scatter_logps(values, rows, batch, math.nan)
+        teacher = _teacher_inputs(step, rows, batch) if sampled else {}
         engine = None if spec.correction == "none" else engine_logps(rows, batch)
         reference = self.forward.reference_head(batch) if self.loss.reference else None
         head = run_head(self.model, **batch.model_inputs)
@@ -398,7 +426,9 @@ class Gradients:
                 mu=mu,
                 spec=spec,
                 norms=norms,
-                logps=OtherLogps(old=old, reference=ref, teacher=teacher, engine=engine),
+                logps=OtherLogps(
+                    old=old, reference=ref, teacher=teacher.get("teacher_logps"), engine=engine
+                ),
                 reference=reference,
                 per_token=self.loss.per_token,
                 policy=self.loss.policy,
@@ -408,6 +438,10 @@ class Gradients:
             shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)
             logps = zip(LOGPS, (old, ref, engine), strict=True)
             keywords: dict[str, Any] = {k: x.reshape(shape) for k, x in logps if x is not None}
+            if teacher and not teacher["teacher_logps"].isnan().all():
+                keywords |= {k: x.reshape(*shape, *x.shape[2:]) for k, x in teacher.items()}
+            else:  # no teacher has scored these rows, which are alike in this (`Row.kind`)
+                spec = replace(spec, teacher_coef=0.0)
             out = head.loss(
                 batch.targets.reshape(shape),
                 batch.advantages,
@@ -420,3 +454,19 @@ class Gradients:
                 **keywords,
             )
         return out if ref is None or spec.kl_estimator == "k3" else with_k3(out, batch, ref)
+
+
+def _teacher_inputs(step: Step, rows: Sequence[Row], batch: Batch) -> dict[str, Tensor]:
+    """The teacher's log-probs [B, T] or [B, T, K] of rollouts, and the K ids, as loss arguments.
+
+    {}: the run has no teacher. nan: no teacher has scored the token.
+    """
+    named = {
+        "teacher_logps": (step.teacher_logps, math.nan),
+        "teacher_ids": (step.teacher_ids, IGNORE),
+    }
+    return {
+        name: scatter_logps([values[row.sequence] for row in rows], rows, batch, other)
+        for name, (values, other) in named.items()
+        if values
+    }

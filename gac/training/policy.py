@@ -18,6 +18,7 @@ from gac import collectives
 from gac.collectives import run_on_all_ranks
 from gac.data.micro_batches import MicroBatches
 from gac.models.causal_lm import make_model
+from gac.models.config import ModelConfig
 from gac.models.head import check_head, run_head
 from gac.models.precision import compute_dtype
 from gac.models.row_attention import attends_by_row, disable_row_attention, enable_row_attention
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def load_policy(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     """The policy with the run's initial weights, prepared for training on this rank."""
-    return _build_model(config, accelerator, frozen=False)
+    return _build_model(config, config.model, accelerator, frozen=False)
 
 
 def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> nn.Module | None:
@@ -48,7 +49,12 @@ def load_reference(config: TrainConfig, accelerator: Accelerator, kl: bool) -> n
     needed = kl or sampling.from_reference or loss_of(config).reference
     if not needed or config.model.lora is not None:
         return None
-    model: Any = _build_model(config, accelerator, frozen=True)
+    return load_frozen(config, config.model, accelerator)
+
+
+def load_frozen(config: TrainConfig, source: ModelConfig, accelerator: Accelerator) -> nn.Module:
+    """The model `source`, prepared for inference on this rank, without adapters."""
+    model: Any = _build_model(config, source, accelerator, frozen=True)
     dtype = compute_dtype(model)
     if not sharding.units(model):  # FSDP gathers in this dtype
         for module in model.modules():  # autocast would round these weights in every forward
@@ -80,14 +86,18 @@ def make_gradients(
     model: nn.Module,
     reference: nn.Module | None,
     needs: StepNeeds,
+    teacher: nn.Module | None = None,
 ) -> Gradients:
-    """Build `Gradients`; `needs` is the union of the needs of all steps."""
+    """Build `Gradients`.
+
+    needs: the union of the needs of all steps. teacher: its own model, which shares micro-batches.
+    """
     forward = Forward(
         accelerator,
         model=model,
         reference=reference,
         temperature=config.rollouts.temperature,
-        micro=_micro_batches(config, model, reference),
+        micro=_micro_batches(config, model, reference, teacher),
         pad_token=tokenizer.pad_token_id,
     )
     size = kl_rollouts(config)
@@ -121,13 +131,15 @@ def _packs(model: nn.Module, forced: bool | None) -> bool:
     return packs and (bool(forced) or attends_by_row(model))
 
 
-def _build_model(config: TrainConfig, accelerator: Accelerator, *, frozen: bool) -> nn.Module:
-    """Load the initial model on all ranks, in shards if the run is sharded, and prepare it.
+def _build_model(
+    config: TrainConfig, source: ModelConfig, accelerator: Accelerator, *, frozen: bool
+) -> nn.Module:
+    """Load a model on all ranks, in shards if the run is sharded, and prepare it.
 
     frozen: for inference only.
     """
     loading = sharding.sharded_loading(accelerator, config.parallel)
-    model = run_on_all_ranks(lambda: make_model(config.model, config.seed, loading, training=True))
+    model = run_on_all_ranks(lambda: make_model(source, config.seed, loading, training=True))
     if config.micro_batch_size is None and accelerator.device.type == "cpu":
         enable_row_attention(model)
     if loading is None:

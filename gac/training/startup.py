@@ -31,7 +31,7 @@ from gac.models.config import ModelConfig
 from gac.models.pretrained import base_folder
 from gac.rewards import Reward
 from gac.rollouts.generation import stop_tokens
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, teacher_of
 
 logger = logging.getLogger(__name__)
 
@@ -196,16 +196,16 @@ def check_tokens(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, sources: Iterable[Examples]
 ) -> None:
     """Raise ConfigError if a token of the data is not in the model's vocabulary."""
-    size = _text_config(config).vocab_size
+    size = vocabulary_size(config)
     known = (*stop_tokens(tokenizer), tokenizer.pad_token_id)
     largest = max(*known, *(source.largest for source in sources))
     if largest >= size:
-        key = "model.tokenizer" if config.tokenizer else "model.path"
+        key = "model.tokenizer" if config.tokenizer else config.key
         name = config.tokenizer or config.path
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ConfigError(
             f"{key}={name!r}: the tokenizer encodes {token!r} as {largest}, but the embedding of "
-            f"model.path={config.path!r} has only {size} rows: use the model's own tokenizer, or "
+            f"{config.key}={config.path!r} has only {size} rows: use the model's own tokenizer, or "
             "resize its embedding"
         )
 
@@ -226,8 +226,8 @@ def check_positions(config: ModelConfig, longest: int, keys: str) -> None:
     ):
         return
     message = (
-        f"model.path={config.path!r} has {positions} positions, but a prompt with its response may "
-        f"have {longest} tokens: lower {keys}"
+        f"{config.key}={config.path!r} has {positions} positions, but a prompt with its response "
+        f"may have {longest} tokens: lower {keys}"
     )
     if getattr(text, "rope_parameters", None) is None:
         raise ConfigError(message)
@@ -246,6 +246,12 @@ def check_evaluation(
     return max(longest.values(), default=0)
 
 
+def vocabulary_size(config: ModelConfig) -> int:
+    """Number of rows of the model's embedding."""
+    size: int = _text_config(config).vocab_size
+    return size
+
+
 def _text_config(config: ModelConfig) -> Any:
     return AutoConfig.from_pretrained(base_folder(config.path)).get_text_config(decoder=True)
 
@@ -261,11 +267,13 @@ def fingerprint(
 ) -> dict[str, str]:
     """Map each input to a hash of its content."""
     vocabulary = sorted(tokenizer.get_vocab().items())
+    teacher = teacher_of(config).path
     code = {"rollouts.function": config.rollouts.function, "data.order": config.data.order}
     return {
         **{name: _hash([source.digest]) for name, source in sources.items()},
         "tokenizer": _hash([repr(vocabulary).encode(), str(tokenizer.chat_template).encode()]),
         "model": _hash(_model(Path(config.model.path))),
+        **({"teacher": _hash(_model(Path(teacher)))} if teacher else {}),
         "reward": _hash(_files(reward)),
         **{key: _hash(_file(load_object(name, key))) for key, name in code.items() if name},
     }

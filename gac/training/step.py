@@ -69,7 +69,10 @@ class Step:
     seed: int
     """Seed of the dropout masks."""
     teacher_logps: tuple[Tensor, ...] = ()
-    """Log-probs of the policy that sees `Row.context`, by `Row.sequence`; empty: not measured."""
+    """The teacher's log-probs [n] or [n, K], by `Row.sequence`, as in `Scores`; empty: no teacher.
+    """
+    teacher_ids: tuple[Tensor, ...] = ()
+    """The tokens of the teacher's log-probs [n, K], int32; empty: those of the rollouts."""
 
     def plain(self) -> dict[str, Any]:
         """Convert to built-in types and tensors, for `restore`."""
@@ -114,6 +117,8 @@ class Measured:
     """Metrics column -> sum and number of its values on this rank."""
     demo_weight: float | None = None
     """Mean token weight of the demonstrations; None: the loss has no such weight."""
+    teacher_loss: float | None = None
+    """The teacher's loss, reduced over all ranks, before its weight; None: no teacher."""
 
 
 class Update(NamedTuple):
@@ -181,6 +186,7 @@ def trainer_columns(
         "tokens": int(step.counts.tokens),
         "rollout_tokens": int(step.counts.rollout_tokens),
         "lr": update.lr,
+        **({} if measured.teacher_loss is None else {"teacher_loss": measured.teacher_loss}),
         **sampled,
         **collectives.columns(means, events),
     }

@@ -40,7 +40,7 @@ from gac.rollouts.sampling import Sampler
 from gac.rollouts.stats import Rollouts
 from gac.rows import Counts, Row, count
 from gac.step_end import end_step, next_mix
-from gac.train_config import OptimConfig, TrainConfig, loss_of
+from gac.train_config import OptimConfig, TrainConfig, loss_of, plan_of
 from gac.training.export import export_checkpoint
 from gac.types import StepNeeds, TermPair
 
@@ -65,6 +65,7 @@ from .startup import (
     fingerprint,
 )
 from .step import Guard, Measured, Rewards, Step, Update, step_result, trainer_columns
+from .teacher import check_teacher_model, load_teacher, make_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +132,11 @@ class Trainer:
         stop_tokens(self.tokenizer, config.rollouts.stop)  # fails early
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.feed = Feed(config, self.tokenizer, rank, ranks)
-        self.plan = self.method.sampling(config.rollouts.num_generations)
+        self.plan = plan_of(config)
         self.kl_in_loss = loss_of(config).spec.kl_coef != 0
-        return self.feed.check_budgets(config)
+        longest = self.feed.check_budgets(config)
+        check_teacher_model(config, self.tokenizer, longest)
+        return longest
 
     def _start_engine(self, needs: StepNeeds, longest: int) -> None:
         """The engine that samples, for rows of at most `longest` tokens."""
@@ -158,6 +161,7 @@ class Trainer:
         if self.on_server:
             check_server(self.policy)
         self.reference = load_reference(self.config, self.accelerator, needs.kl)
+        self.teacher_model = load_teacher(self.config, self.accelerator)
         longest = self.feed.longest_row(self.config.rollouts.max_completion_length)
         self.config = choose_micro_batches(self.config, self.accelerator, self.model, longest)
         by_tokens = bool(self.config.max_tokens_per_micro_batch)
@@ -176,7 +180,9 @@ class Trainer:
             model=self.model,
             reference=self.reference,
             needs=needs,
+            teacher=self.teacher_model,
         )
+        self.teacher = make_teacher(config, self.gradients.forward, self.teacher_model)
         self.sampler = Sampler(
             config.rollouts,
             self.engine,
@@ -406,8 +412,10 @@ class Trainer:
             rollouts.rows = rebalance(rollouts.rows, self.feed.unit)
         if (reuse > 1 or needs.losses_after) and not initial:
             rollouts.old_logps = self.gradients.forward.row_logprobs(rollouts.rows)
-        if self.plan.teacher:
-            rollouts.teacher_logps = self.gradients.forward.teacher_logprobs(rollouts.rows)
+        if self.teacher is not None:
+            scores = self.teacher.score(rollouts.rows)
+            rollouts.teacher_logps, rollouts.teacher_ids = scores.logps, scores.ids
+            collectives.add_sums(rollouts.means, scores.means())
         if needs.demos and self.plan.collect:
             demos = self.feed.demo_rows(self.step, rollouts.collected)
         return rollouts.rows + demos
@@ -428,6 +436,7 @@ class Trainer:
             old_logps=tuple(self.rollouts.old_logps if self.rollouts else ()),
             seed=seeds.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
             teacher_logps=tuple(self.rollouts.teacher_logps if self.rollouts else ()),
+            teacher_ids=tuple(self.rollouts.teacher_ids if self.rollouts else ()),
         )
 
     def _apply(self, step: Step, measured: Measured) -> Update:
@@ -444,12 +453,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         losses = measured.losses
-        fault = self.guard.judge(norm, {"rollout_loss": losses.rollout, "demo_loss": losses.demo})
+        judged = {"rollout_loss": losses.rollout, "demo_loss": losses.demo}
+        fault = self.guard.judge(norm, judged | {"teacher_loss": measured.teacher_loss or 0.0})
         moved = None
         if fault is None:
             self.state = state
             moved = self._update_weights()
             self.gradients.tracked |= measured.parts.averages if measured.parts else {}
+            if self.teacher is not None:
+                self.teacher.follow()
         else:
             solved = None if weights is None else TermPair(*weights)
             self._save_skipped(
@@ -504,7 +516,7 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         saved = checkpoint.read_progress(path)["fingerprint"]
         check_fingerprint(saved, self.fingerprint, self.config.ignore_input_changes)
-        progress = checkpoint.load(path, self.model, self.optimizer, self.gradients.tracked)
+        progress = checkpoint.load(path, self.model, self.optimizer, self._tracked())
         self.step, self.tokens = progress["step"], progress["tokens"]
         self.state = progress["method"]
         evaluations = [  # without the keys that do not change the accuracy
@@ -518,6 +530,11 @@ class Trainer:
         self.guard.load_state_dict(progress["guard"])
         self.feed.load_state_dict(progress)
         logger.info("resumed from %s", path)
+
+    def _tracked(self) -> dict[str, torch.Tensor]:
+        """The run's tensors besides model and optimizer: averages of gradients and weights."""
+        average = {} if self.teacher is None else self.teacher.average
+        return self.gradients.tracked | {f"teacher.{name}": x for name, x in average.items()}
 
     def save(self) -> None:
         """Write a checkpoint, and delete the oldest beyond `keep_checkpoints`."""
@@ -541,7 +558,7 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             progress=progress,
-            extra_tensors=self.gradients.tracked,
+            extra_tensors=self._tracked(),
         )
         checkpoint.prune(self.checkpoints, self.config.keep_checkpoints, self.best.get("step"))
 

@@ -120,6 +120,9 @@ METHOD_NUMBERS = [
     ("sdar", FREE, "beta"),
     ("sdar", "(-inf, inf)", "coef"),
     ("dypo", UNIT, "alpha"),
+    ("kdrl", FREE, "coef final_coef"),
+    ("sdpg", FREE, "coef kl_coef"),
+    ("sdft", UNIT, "update_rate"),
     ("dypo", POSITIVE, "beta sft_coef"),
     ("amft", "(-inf, inf)", "meta_lr entropy_lr"),
 ]
@@ -138,6 +141,7 @@ COUNTS = [
     (METHODS["amft"], 0, "warmup"),
     (METHODS["amft"], 1, "update_every"),
     (METHODS["relift"], 1, "buffer"),
+    (METHODS["kdrl"], 1, "anneal_steps"),
     (METHODS["sft-then-rl"], 0, "sft_steps"),
     (METHODS["sft-light"], 1, "examples epochs"),
     (METHODS["gradnorm-ctrl"], 1, "update_every"),

@@ -65,9 +65,12 @@ def test_only_tokens_that_a_loss_covers_are_counted():
     assert [row.mixed for row in rows] == [True, True, True, False, False, False]
     assert [row.demo_tokens for row in rows] == [2, 2, 2, 0, 5, 0]
     assert count(rows) == Counts(3, 5, 4, 11, rows=5, tokens=23)
-    assert rows[0]._replace(weight=0.5).kind == (False, True, 0.5)
+    assert rows[0]._replace(weight=0.5).kind == (False, True, 0.5, False)
     plain = Row((1, 2), 0, False)
-    assert [row.kind for row in (rows[4], plain)] == [(True, False, 1.0), (False, False, 1.0)]
+    assert [row.kind for row in (rows[4], plain)] == [
+        (True, False, 1.0, False),
+        (False, False, 1.0, False),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,13 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
             other.load_state_dict(state)
 
 
+class Taught(Constant):
+    """Mixes three signals."""
+
+    def needs(self, step: int) -> StepNeeds:
+        return StepNeeds(teacher=True)
+
+
 BIAS = SimpleNamespace(needs=SourceNeeds(bias=True))
 
 
@@ -183,6 +190,7 @@ BIAS = SimpleNamespace(needs=SourceNeeds(bias=True))
             r"controller=gac needs .* \(bias=True\)",
         ),
         ({"controller": Choosy(clip=0.3)}, r"controller=Choosy needs .* \(clip_high=0.3\)"),
+        ({"controller": Taught()}, r"controller=Taught needs a teacher's .* \(teacher=True\)"),
         ({"controller": METHODS["sft-then-rl"]()}, "trains on only demonstrations in some steps"),
     ],
 )

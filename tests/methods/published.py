@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from gac.rows import Row
+from tests.tiny import write_teacher
 
 TEMPERATURE = 1.3
 MAX_NEW_TOKENS = 5
@@ -25,20 +27,23 @@ CLIPS: dict[str, tuple[float, float]] = {
 """The clip of the probability ratio; 0.2 on both sides for the other methods."""
 
 
-def row_terms(model, reference, row: Row, name: str = "", old: Tensor | None = None) -> RowTerms:
+def row_terms(
+    model, reference, row: Row, name: str = "", old: Tensor | None = None, teacher=None
+) -> RowTerms:
     """Evaluate the row's n loss tokens; logp, entropy and log_p are differentiable.
 
-    old: log-probs of the sampling policy; None: on-policy.
+    old: log-probs of the sampling policy; None: on-policy. teacher: a model; None: the policy, if
+    the row has a context.
     """
     ids = torch.tensor([row.ids])
     start = max(row.start, 1)
     temperature = 1.0 if row.is_demo else TEMPERATURE
-    teacher = None
-    if row.context:
+    taught = log_t = None
+    if row.context or teacher:
         seen = torch.tensor([row.context + row.ids])
-        logits = model(input_ids=seen).logits[0, len(row.context) + start - 1 : -1]
-        every = (logits / temperature).log_softmax(-1).detach()
-        teacher = every.gather(1, ids[0, start:, None])[:, 0]
+        logits = (teacher or model)(input_ids=seen).logits[0, len(row.context) + start - 1 : -1]
+        log_t = (logits / temperature).log_softmax(-1).detach()
+        taught = log_t.gather(1, ids[0, start:, None])[:, 0]
     targets = ids[0, start:]
     by_net = {
         net: (net(input_ids=ids).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
@@ -60,7 +65,8 @@ def row_terms(model, reference, row: Row, name: str = "", old: Tensor | None = N
         demo=torch.arange(start, len(row.ids)) < switch,
         old=logp.detach() if old is None else old.double(),
         clip=CLIPS.get(name, (0.2, 0.2)),
-        teacher=teacher,
+        teacher=taught,
+        log_t=log_t,
     )
 
 
@@ -216,6 +222,37 @@ def sdar(rows: list[RowTerms]) -> Tensor:
     return sum(losses) / sum(r.n for r in rows)
 
 
+def reverse_kl(r: RowTerms) -> Tensor:
+    """KL(policy || teacher) of each token, over the vocabulary."""
+    return (r.log_p.exp() * (r.log_p - r.log_t)).sum(-1)
+
+
+def opd(rows: list[RowTerms]) -> Tensor:
+    """GKD with lambda = 1 and the reverse KL: the mean over responses of the token mean."""
+    return sum(reverse_kl(r).mean() for r in rows) / len(rows)
+
+
+def kdrl(rows: list[RowTerms]) -> Tensor:
+    """GRPO + 0.005 (log p - log t)^2 / 2, over all tokens."""
+    losses = [(surrogate(r) + 0.005 * (r.logp - r.teacher) ** 2 / 2).sum() for r in rows]
+    return sum(losses) / sum(r.n for r in rows)
+
+
+def sdft(rows: list[RowTerms]) -> Tensor:
+    """KL(teacher || policy) over the vocabulary: the mean over responses of the token mean."""
+    assert all(r.row.context for r in rows)
+    kl = [(r.log_t.exp() * (r.log_t - r.log_p)).sum(-1).mean() for r in rows]
+    return sum(kl) / len(rows)
+
+
+def sdpg(rows: list[RowTerms]) -> Tensor:
+    """GRPO + 0.001 KL(policy || teacher) + 0.001 (log p - log ref)^2 / 2, over all tokens."""
+    assert all(r.row.context for r in rows)
+    penalty = [0.001 * (reverse_kl(r) + (r.logp - r.ref) ** 2 / 2) for r in rows]
+    losses = [(surrogate(r) + x).sum() for r, x in zip(rows, penalty, strict=True)]
+    return sum(losses) / sum(r.n for r in rows)
+
+
 def trapo(rows: list[RowTerms]) -> Tensor:
     """Demonstrated prefix tokens: -p / max(p, 0.1). Sampled tokens: -A times the ratio."""
     assert any(r.demo.any() and not r.demo.all() for r in rows), "no row has both kinds of tokens"
@@ -275,6 +312,10 @@ LOSSES = {
     "relift": relift,
     "dypo": dypo,
     "sdar": sdar,
+    "opd": opd,
+    "kdrl": kdrl,
+    "sdft": sdft,
+    "sdpg": sdpg,
     "trapo": trapo,
     "uft": uft,
     "prefix-rft": prefix_rft,
@@ -369,3 +410,20 @@ EXTRA = {
     "srft": {"correct": 0.3},
     "gac-gated": {"gradient_parts": 2},
 }
+# With all but one token of the vocabulary, the bin of the others is that one token: the divergences
+# are those over the vocabulary.
+ALL_BUT_ONE = {"top_k": 17}
+TEACHERS: dict[str, dict[str, object]] = {  # `teacher` of the configuration
+    "opd": ALL_BUT_ONE,
+    "kdrl": {},
+    "sdft": ALL_BUT_ONE,
+    "sdpg": ALL_BUT_ONE,
+}
+
+
+def teacher_of(name: str, task: Path, out: Path) -> dict[str, dict[str, object]]:
+    """The section `teacher` of a run of a method that needs one, with a model of its own."""
+    if name not in TEACHERS:
+        return {}
+    other = {"path": str(write_teacher(task, out / "teacher"))} if name in ("opd", "kdrl") else {}
+    return {"teacher": {**TEACHERS[name], **other}}

@@ -59,6 +59,7 @@ def test_a_step_minimizes_the_configured_loss(
     assert any((p != q).any() for p, q in zip(trainer.model.parameters(), before, strict=True))
 
 
+UNUSED_BY_SDFT = {"clip_low": 0.1, "policy_loss": "reinforce", "demo_reduction": "sum"}
 SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, part of the error
     ("grpo", {"demo_reduction": "sum"}, "demo_reduction='sum' has no effect on method 'grpo'"),
     ("sft", {"kl_coef": 0.1}, "kl_coef=0.1 has no effect on method 'sft'"),
@@ -68,6 +69,9 @@ SECTIONS: list[tuple[Any, dict[str, Any], str]] = [  # method, section `loss`, p
     ("dpo", {"clip_low": 0.1}, "on method 'dpo'"),
     ("asft", {"demo_weight": "p"}, "on method 'asft'"),
     ("sdar", {"demo_reduction": "sum"}, "on method 'sdar'"),
+    *(("sdft", {key: value}, "on method 'sdft'") for key, value in UNUSED_BY_SDFT.items()),
+    ("sdft", {"kl_coef": 0.1, "entropy_coef": 0.01, "rollout_reduction": "token"}, ""),
+    ("sdpg", {"kl_coef": 0.1}, "sets it to 0.001; use method.kl_coef instead"),
     *((name, {"clip_low": 0.1}, "") for name in ("sdar", "dypo", "prefix-rft")),
     *(
         (name, {"demo_reduction": "sequence"}, "sets it to 'token'; remove the key")

@@ -26,6 +26,9 @@ SAMPLINGS = {  # for 8 rollouts per prompt
     "relift": {**OF_PROMPTS, **CENTERED, "collect": 128},
     "dypo": {**OF_PROMPTS, "groups": True},
     "sdar": {**OF_PROMPTS, "teacher": True},
+    "opd": {"uses_rewards": False},
+    "sdft": {**OF_PROMPTS, "teacher": True, "uses_rewards": False},
+    "sdpg": {**OF_PROMPTS, "teacher": True},
     "trapo": {
         **OF_PROMPTS,
         **CENTERED,

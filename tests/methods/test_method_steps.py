@@ -299,7 +299,8 @@ def test_states_are_plain_json_and_never_changed_in_place(name: str) -> None:
 
 CHANGED = {  # fields of the credit that are not those of the group
     **dict.fromkeys(["hpt", "superrl", "routing", "dypo"], ("rollout_weight", "demo_weight")),
-    **dict.fromkeys(["relift", "sdar"], ("demo_weight",)),
+    **dict.fromkeys(["relift", "sdar", "sdpg"], ("demo_weight",)),
+    **dict.fromkeys(["opd", "sdft"], ("rollouts", "demo_weight")),
     "srft": ("rollouts",),
 }
 
@@ -311,7 +312,18 @@ def test_advantages_are_those_of_the_group(name: str) -> None:
         expected = group_credit(rewards, demos, kind)._asdict()
         for field, value in METHODS[name]().credit(rewards, demos, kind)._asdict().items():
             assert field in CHANGED.get(name, ()) or torch.equal(value, expected[field]), field
-    assert METHODS["sdar"]().credit(rewards, None, kind).demo_weight.tolist() == [0.0, 0.0]
+    for name in ("sdar", "opd", "sdft", "sdpg"):
+        credit = METHODS[name]().credit(rewards, None, kind)
+        assert credit.demo_weight.tolist() == [0.0, 0.0]
+        assert credit.rollouts.any() == (name in ("sdar", "sdpg"))
+
+
+def test_the_weight_of_kdrl_falls_linearly() -> None:
+    method = METHODS["kdrl"](coef=0.5, final_coef=0.1).for_run(8)
+    weights = [method.mix({}, Observation(step))[1].teacher for step in (0, 2, 8, 9)]
+    assert weights == pytest.approx([0.5, 0.4, 0.1, 0.1])
+    shorter = METHODS["kdrl"](coef=0.5, final_coef=0.1, anneal_steps=4).for_run(8)
+    assert shorter.mix({}, Observation(2))[1].teacher == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("name", CORRECT)

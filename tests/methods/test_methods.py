@@ -13,6 +13,7 @@ from gac.methods import METHODS
 from gac.methods.listing import describe_needs
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
+from tests.methods.published import teacher_of
 from tests.tiny import metrics, tiny_config
 from tools.methods_table import PAGE, page
 
@@ -52,6 +53,9 @@ NEEDS = {
     "prefix-rft": (*DEMOS_OF_PROMPTS, "prefixes", "log-probs"),
     "dypo": (*DEMOS_OF_PROMPTS, "reference", "log-probs"),
     "sdar": (*DEMOS_OF_PROMPTS, "teacher", "log-probs"),
+    **dict.fromkeys(["opd", "kdrl"], (*ROLLOUTS, "teacher")),
+    "sdft": (*DEMOS_OF_PROMPTS, "teacher"),
+    "sdpg": (*DEMOS_OF_PROMPTS, "teacher", "reference"),
     "srft": (*DEMOS_OF_PROMPTS, "log-probs"),
     "gta": SEPARATE_GRADIENTS,
     **dict.fromkeys(["mgda", "pcgrad", "cagrad", "nash-mtl", "aligned-mtl"], SEPARATE_GRADIENTS),
@@ -69,6 +73,7 @@ ALIKE = {
     "guarded": "constant-alarm",
     "rewvar-ctrl": "kl-ctrl",
     "superrl": "routing",
+    **dict.fromkeys(["kdrl", "sdft", "sdpg"], "opd"),  # test_teacher.py resumes them
     **dict.fromkeys(["pcgrad", "cagrad"], "mgda"),
     "gac-paper": "gac",
 }
@@ -97,9 +102,8 @@ SHORT_RUN_FIELDS = {
 
 
 def config_of(name: str, task, out, **changes) -> TrainConfig:
-    return tiny_config(
-        task, out, method={"name": name, **SHORT_RUN_FIELDS.get(name, {})}, **changes
-    )
+    method = {"name": name, **SHORT_RUN_FIELDS.get(name, {})}
+    return tiny_config(task, out, method=method, **teacher_of(name, task, out), **changes)
 
 
 def test_every_method_declares_its_needs_and_is_on_the_page(task, tmp_path):

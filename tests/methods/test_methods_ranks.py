@@ -15,6 +15,8 @@ METHODS = {
     "asft": {},  # one loss that uses the LM heads of two models
     "dpo": {},  # a rank may have no preference pair
     "sdar": {},  # a custom rollout loss, and a teacher that sees more tokens
+    "opd": {},  # a second sharded model, and K log-probs per token
+    "sdft": {"update_rate": 0.3},  # the weights are exchanged with those of a moving average
     "dypo": {"correct": 0.4},  # groups of rollouts stay together
     "relift": {"buffer": 3, "correct": 2.0},  # all ranks share the collection
     # ranks may have different kinds of rows

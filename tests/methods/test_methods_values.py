@@ -34,6 +34,7 @@ from tests.methods.published import (
     policy_gradient,
     row_terms,
     surrogate,
+    teacher_of,
     uft,
 )
 from tests.tiny import take_steps, tiny_config
@@ -49,10 +50,18 @@ def test_every_method_has_golden_values():
     assert sorted([*LOSSES, *SOLVERS]) == sorted(METHODS)
 
 
+def float64_copy(model) -> object:
+    """A copy of a model whose forward is transformers' own."""
+    copied = copy.deepcopy(model).double()
+    # the patched forwards still call the original model
+    del copied.forward, copied.get_output_embeddings().forward
+    return copied
+
+
 def one_step(
-    name: str, task, out, fields=None, first: int = 0, **changes
+    name: str, task, out, fields=None, first: int = 0, reuse: bool = True, **changes
 ) -> tuple[Trainer, list[Row], list[Tensor], object]:
-    """Run one real step, after `first` others.
+    """Run one real step, after `first` others, with their rollouts if `reuse`.
 
     Returns the trainer, the step's rows, the gradient passed to the optimizer, and a float64 copy
     of the model from before the step.
@@ -62,8 +71,9 @@ def one_step(
         "num_generations": 4,
         "max_completion_length": MAX_NEW_TOKENS,
         "temperature": TEMPERATURE,
-        "num_iterations": first + 1,
+        "num_iterations": first + 1 if reuse else 1,
     }
+    changes |= teacher_of(name, task, out)
     fields = EXTRA.get(name, {}) if fields is None else fields
     config = tiny_config(
         task,
@@ -75,10 +85,11 @@ def one_step(
         **changes,
     )
     trainer = Trainer(config)
-    take_steps(trainer, first)
-    before = copy.deepcopy(trainer.model).double()
-    # the patched forwards still call the original model
-    del before.forward, before.get_output_embeddings().forward
+    trainer.initial, trainer.updated = float64_copy(trainer.model), []
+    for _ in range(first):
+        take_steps(trainer, 1)
+        trainer.updated.append(float64_copy(trainer.model))
+    before = float64_copy(trainer.model)
     rows: list[Row] = []
     call = trainer.gradients.__class__.__call__
     grads: list[Tensor] = []
@@ -103,8 +114,10 @@ def one_step(
 def one_step_terms(*arguments, **options) -> tuple[Trainer, list[RowTerms], list[Tensor], object]:
     """`one_step`, with the terms of each row in place of the rows."""
     trainer, rows, grads, model = one_step(*arguments, **options)
+    other = trainer.teacher_model and float64_copy(trainer.teacher_model)
     # before the first step, the model equals the reference
-    return trainer, [row_terms(model, model, row) for row in rows], grads, model
+    terms = [row_terms(model, model, row, teacher=other) for row in rows]
+    return trainer, terms, grads, model
 
 
 def gradient(loss: Tensor, model, retain_graph: bool = False) -> list[Tensor]:
@@ -162,6 +175,32 @@ def test_reused_rollouts_have_the_published_ratio_and_clip(name, two_layers, tmp
     assert ratios.max() > 1.3
     assert (trainer.row["clip_fraction"] > 0) == bool(trainer.gradients.loss.spec.clip_low)
     assert_close(grads, gradient(LOSSES[name](terms), model))
+
+
+def test_sdft_learns_from_a_moving_average_of_the_weights(two_layers, tmp_path):
+    fast = {"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0}
+    trainer, rows, grads, model = one_step(
+        "sdft", two_layers, tmp_path, {"update_rate": 0.3}, first=2, reuse=False, optim=fast
+    )
+    first, second = trainer.initial, trainer.updated[0]
+    teacher = copy.deepcopy(model)
+    with torch.no_grad():
+        columns = zip(teacher.parameters(), *(m.parameters() for m in (first, second)), strict=True)
+        for own, start, middle in columns:
+            own.copy_(0.3 * own + 0.7 * (0.3 * middle + 0.7 * start))
+    terms = [row_terms(model, model, row, teacher=teacher) for row in rows]
+    assert_close(grads, gradient(LOSSES["sdft"](terms), model))
+
+
+def test_sdpg_stays_close_to_the_initial_policy(two_layers, tmp_path):
+    fast = {"lr": 0.03, "warmup_steps": 0, "max_grad_norm": 0}
+    fields = {"coef": 0.001, "kl_coef": 0.001}
+    trainer, rows, grads, model = one_step(
+        "sdpg", two_layers, tmp_path, fields, first=1, reuse=False, optim=fast
+    )
+    terms = [row_terms(model, trainer.initial, row) for row in rows]
+    assert max((r.logp - r.ref).abs().max() for r in terms) > 0.1
+    assert_close(grads, gradient(LOSSES["sdpg"](terms), model))
 
 
 def test_hinted_rows_keep_their_rollout_gradient(task, tmp_path):

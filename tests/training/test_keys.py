@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import typing
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,6 +88,11 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "loss.importance_sampling_level": "sequence",
     "loss.correction": "token_mask",
     "loss.correction_min": 0.9,
+    "loss.teacher_loss": "k3",
+    "teacher.path": "taught",
+    "teacher.update_rate": 0.5,
+    "teacher.loss": "forward_kl",
+    "teacher.top_k": 5,
     "optim.schedule": "constant",
     "optim.betas": [0.5, 0.5],
     "max_tokens_per_micro_batch": 40,
@@ -112,6 +118,7 @@ VALUES: dict[str, Any] = {  # of the keys whose type does not suggest another va
     "method.alarm.source_steps": 0,
     "method.alarm.warmup": 20,
 }
+TAUGHT = {"teacher.path": "init", "teacher.top_k": 4}
 WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an effect
     "model.master_weights": {"model.dtype": "bfloat16"},
     **{f"model.lora.{f.name}": {"model.lora": {"rank": 2}} for f in dataclasses.fields(LoraConfig)},
@@ -130,6 +137,10 @@ WITH: dict[str, dict[str, Any]] = {  # other keys that a key needs to have an ef
     "loss.demo_shape": {"method": {"name": "constant-alarm", "weight": "shaped"}},
     "loss.sapo_tau": {"loss.policy_loss": "sapo"},
     "loss.max_tokens": {"loss.rollout_reduction": "constant", "loss.max_tokens": 9},
+    "teacher.path": TAUGHT,
+    "teacher.self": TAUGHT,
+    "teacher.update_rate": {"teacher.self": True, "teacher.top_k": 4},
+    **dict.fromkeys(["teacher.loss", "teacher.top_k", "teacher.coef"], TAUGHT),
     "loss.correction_min": {"rollouts.function": f"{HERE}:echo"},
     "eval.data.choices_field": {
         "eval.data.template": "{prompt}{options}",
@@ -231,11 +242,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name).write_text(text)
     (folder / "other.jsonl").write_text(text)
-    for name in ("init", "other"):
+    shutil.copytree(folder / "init", folder / "taught")
+    for name in ("init", "other", "taught"):
         config = AutoConfig.from_pretrained(folder / "init")
         config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
         config.attention_dropout, config.vocab_size = 0.1, 20  # the other tokenizer has 20 tokens
-        config.hidden_size = {"init": 32, "other": 16}[name]
+        config.hidden_size = {"init": 32, "other": 16, "taught": 8}[name]
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     tokenizer = make_tokenizer("9876543210+-=.'()")
