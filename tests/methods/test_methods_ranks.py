@@ -3,6 +3,7 @@
 import pytest
 
 from tests import ranks
+from tests.methods.published import teacher_of
 from tests.parallel.test_distributed import FSDP, assert_same, config, selected, train_steps
 
 pytestmark = pytest.mark.dist
@@ -36,15 +37,11 @@ def results(request, task, tmp_path_factory):
 
     def run(count, names, parallel):
         changes = {"loss": {}, "micro_batch_size": 3, "eval": {}, "parallel": parallel}
-        methods = {name: {"name": name, **METHODS[name]} for name in names}
-        cases = {
-            name: (
-                train_steps,
-                config(task, tmp_path_factory.mktemp(name), method=method, **changes),
-                STEPS,
-            )
-            for name, method in methods.items()
-        }
+        cases = {}
+        for name in names:
+            out, method = tmp_path_factory.mktemp(name), {"name": name, **METHODS[name]}
+            keys = {"method": method, **changes, **teacher_of(name, task, out)}
+            cases[name] = train_steps, config(task, out, **keys), STEPS
         return ranks.run(ranks.each, cases, ranks=count)
 
     names = selected(request)
