@@ -149,7 +149,7 @@ def compare(model: str, out: Path, task: dict[str, str]) -> list[tuple[str, ...]
             )
             start, *_, last = rows_of(train(run), "eval")
             rows.append(last)
-    table = [("before", share(start, ""), share(start, "sums"))]
+    table: list[tuple[str, ...]] = [("before", share(start, ""), share(start, "sums"))]
     for method, rows in ends.items():
         columns = [[r[key] for r in rows] for key in ("accuracy", "accuracy/sums")]
         table.append((method, *map(interval, columns)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,7 +146,8 @@ def custom_loss(
 
     def weighted_loss(own: Tensor, entropy: Tensor, *columns: Tensor) -> Tensor:
         """[M] loss of the tokens of a block, with their weight in the mixed loss."""
-        part = tokens._replace(**dict(zip(names, columns, strict=False)))
+        named: dict[str, Any] = dict(zip(names, columns, strict=False))
+        part = tokens._replace(**named)
         seen = None if teacher is None else columns[-1]
         return part.scale * terms_of(own, entropy, part, seen).loss
 
