@@ -56,7 +56,9 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[str, float]]:
+def ours(
+    name: str, model: Path, file: Path, *changes: str, chat: bool = False, length: int = LENGTH
+) -> dict[str, tuple[str, float]]:
     """Run `gac eval`; return row id -> (response, score)."""
     out = file.with_suffix(".out")
     config = load(
@@ -67,7 +69,8 @@ def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[s
             f"model.path={model}",
             "model.dtype=float32",
             f"tasks.{name}.data.prompts={file}",
-            f"tasks.{name}.max_completion_length={LENGTH}",
+            f"tasks.{name}.data.chat={str(chat).lower()}",
+            f"tasks.{name}.max_completion_length={length}",
             *changes,
         ],
     )
@@ -76,7 +79,13 @@ def ours(name: str, model: Path, file: Path, *changes: str) -> dict[str, tuple[s
 
 
 def theirs(
-    name: str, model: Path, file: Path, changes: Mapping[str, str] | None = None
+    name: str,
+    model: Path,
+    file: Path,
+    changes: Mapping[str, str] | None = None,
+    *,
+    chat: bool = False,
+    length: int = LENGTH,
 ) -> dict[str, tuple[str, float]]:
     """Like `ours`, with lm_eval. changes: old text -> new text in the task file."""
     from lm_eval.models.huggingface import HFLM
@@ -85,8 +94,8 @@ def theirs(
     folder = file.with_suffix(".tasks")
     shutil.copytree(TASKS, folder)
     text = (folder / f"gac_{name}.yaml").read_text()
-    length = {"max_gen_toks: 512": f"max_gen_toks: {LENGTH}"}
-    for old, new in {SOURCES[name]: str(file), **length, **(changes or {})}.items():
+    limit = {"max_gen_toks: 512": f"max_gen_toks: {length}"}
+    for old, new in {SOURCES[name]: str(file), **limit, **(changes or {})}.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
     (folder / f"gac_{name}.yaml").write_text(text)
@@ -95,6 +104,7 @@ def theirs(
         tasks=[f"gac_{name}"],
         log_samples=True,
         bootstrap_iters=0,
+        apply_chat_template=chat,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
     )
     samples = results["samples"][f"gac_{name}"]
@@ -123,3 +133,14 @@ def test_scores_match_when_some_answers_are_correct(model, rows, tmp_path):
     own = ours("gsm8k", model, file, "reward=exact")
     assert [score for _, score in own.values()] == [0, 1, 0, 1]
     assert theirs("gsm8k", model, file, {"gac_grader.math": "gac_grader.exact"}) == own
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_pretrained_model_gives_the_same_answers(name, real_model, rows, tmp_path):
+    """With its chat template; GAC answers all prompts in one batch, lm_eval one by one."""
+    file = write(tmp_path / SOURCES[name], rows[name])
+    options = {"chat": True, "length": 24}
+    own = ours(name, real_model, file, **options)
+    assert len({text for text, _ in own.values()}) == 4
+    assert theirs(name, real_model, file, **options) == own
