@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gac_kernels import fused_linear_gac_loss
+from tools.origin import origin
 
 from .batches import Batch, Head, linear_batch
 from .interpreter import emulate_gpu
@@ -100,7 +101,7 @@ def main() -> None:
     print(table(result))
     if tiny(False, True):
         return
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({**origin(), **result}, indent=1) + "\n")
     pattern = "(?<=<!-- epilogue errors -->\n).*?(?=<!-- /epilogue errors -->)"
     text = re.sub(pattern, lambda _: table(result) + "\n", PAGE.read_text(), flags=re.DOTALL)
     PAGE.write_text(text)
