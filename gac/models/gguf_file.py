@@ -209,7 +209,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, folder: Path, size: 
         tokens.append(known.get(i, f"[PAD{i}]"))
         kinds.append(kind)
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
-    writer.add_tokenizer_pre(word_split(tokenizer))
+    split = word_split(tokenizer)
+    assert split is not None  # `check_convertible` refuses it
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     gguf.SpecialVocab(folder, load_merges=True, n_vocab=size).add_to_gguf(writer, quiet=True)
