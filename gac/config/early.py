@@ -62,6 +62,8 @@ def declared_fields(module: str, name: str) -> dict[str, Class | None]:
     for statement in classes[name].body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             hint = statement.annotation
+            if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "ClassVar":
+                continue
             if isinstance(hint, ast.BinOp):  # `Section | None`
                 hint = hint.left
             is_section = isinstance(hint, ast.Name) and declared_fields(module, hint.id)

@@ -47,8 +47,10 @@ def check_teacher_model(
         check_positions(model, longest, keys)
     size = min(vocabulary_size(model), vocabulary_size(config.model))
     if (teacher.candidates or 0) > size:
+        source = "teacher.self=true" if teacher.path is None else f"teacher.path={teacher.path!r}"
         raise ConfigError(
-            f"teacher.top_k={teacher.top_k}: the vocabulary has {size} tokens: use a smaller number"
+            f"teacher.top_k={teacher.top_k}: the vocabulary of {source} has {size} tokens: use a "
+            "smaller number"
         )
 
 

@@ -38,7 +38,7 @@ def fake(monkeypatch: Any, path: str, result: Any = None) -> list[tuple[Any, ...
     calls: list[tuple[Any, ...]] = []
 
     def function(*args: Any, **options: Any) -> Any:
-        calls.append(args)
+        calls.append((*args, *options.values()))
         if isinstance(result, BaseException):
             raise result
         return result

@@ -85,7 +85,7 @@ def nested(key: str, value: int) -> dict:
 
 def saved(config: dict, **changes) -> dict:
     # with another number, all runs of this version could no longer be resumed
-    return {"format": 3, "config": config, "ranks": 1, **changes}
+    return {"format": preflight.FORMAT, "config": config, "ranks": 1, **changes}
 
 
 @pytest.mark.parametrize("key", [*CHANGED.split(), *UNCHANGED.split()])
@@ -127,6 +127,6 @@ def test_ranks_and_versions_of_a_checkpoint():
         check_same_run(saved({}, **changes), {}, resize=True)
     with pytest.raises(ConfigError, match=r"by 2 processes but 1 are running.* Start 2 processes"):
         check_same_run(saved({}, ranks=2), {}, resize=False)
-    for version in (None, 2, 4):
+    for version in (None, 2, preflight.FORMAT + 1):
         with pytest.raises(ConfigError, match="another version of gac"):
             check_same_run(saved({}, format=version), {}, resize=True)

@@ -263,7 +263,7 @@ def test_what_the_kernels_do_not_support_runs_elsewhere(
         inputs = BatchInputs(tokens.targets.view(2, 3), torch.randn(2), torch.tensor([True, False]))
         scaled = torch.ones(3)
         backend.scale_(scaled, torch.tensor(3.0))
-        *sums, moments = backend.reduce(tokens, terms, True)
+        *sums, moments, _ = backend.reduce(tokens, terms, True)
         planned = backend.plan(inputs, spec)
         return [*stats, *capped, *outs, *terms, scaled, *sums, moments.rollouts, planned.scale]
 

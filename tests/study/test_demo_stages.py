@@ -12,13 +12,21 @@ import pytest
 from gac.config import dump
 from gac.demo import run
 from gac.demo.run import demo_fields
-from gac.errors import RunError
+from gac.errors import ConfigError, RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten
 from gac.train_config import TrainConfig
 
+TAUGHT = ("opd", "kdrl")
 
-@pytest.mark.parametrize("name", METHODS)
+
+@pytest.mark.parametrize("name", TAUGHT)
+def test_methods_with_another_model_as_teacher_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"teacher.path=null: method '{name}' needs a teacher"):
+        run.method_config(Path("o"), Path("b"), name, 2, 80)
+
+
+@pytest.mark.parametrize("name", [x for x in METHODS if x not in TAUGHT])
 def test_runs_differ_only_in_their_method_and_its_data(name: str) -> None:
     """Durations are scaled to the steps, and every value is one that the method accepts."""
     first, other = (

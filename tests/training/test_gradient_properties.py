@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from gac.collectives import MAXIMUM
 from gac.data.micro_batches import MicroBatches
 from gac.methods.base import Loss
+from gac.methods.teacher import TeacherConfig
 from gac.rows import Row, count
 from gac.training.gradients import Forward, Gradients, SampledKL, mismatch
 from gac.training.probes import GradientParts
 from gac.training.step import Measured, Rewards, Step
+from gac.training.teacher import Teacher
 from gac.types import Mix, StepNeeds
 from gac_kernels import DemoWeight, LossSpec
 from tests.training.test_packing import assert_close, make, run_step
@@ -133,7 +135,8 @@ def test_rows_with_a_gradient(options, demo: bool, advantage: float, has_gradien
 def test_a_teacher_scores_a_row_after_its_context() -> None:
     forward = Forward(Accelerator(cpu=True), MODEL, MODEL, 0.7, MicroBatches(), pad_token=0)
     row = Row((5, 6, 7, 8), 1, False, 1.0, 0, switch=2, context=(9, 4))
-    known, unknown = forward.teacher_logprobs([row, row._replace(sequence=1, context=())])
+    teacher = Teacher(TeacherConfig(self=True, loss="k2"), forward, None, sees_demos=True)
+    known, unknown = teacher.score([row, row._replace(sequence=1, context=())]).logps
     (expected,) = forward.row_logprobs([Row((9, 4, 5, 6, 7, 8), 3, False, 1.0, 0)])
     close(known, expected)
     assert len(unknown) == 3

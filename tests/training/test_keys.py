@@ -165,6 +165,7 @@ IN_RUN: dict[str, dict[str, Any]] = {  # keys that act only if something happens
     "checkpoint_every": {"rollouts.num_iterations": 1, "keep_checkpoints": 2},
     "keep_checkpoints": {"rollouts.num_iterations": 1, "checkpoint_every": 1},
     "export": {"keep_checkpoints": 2},
+    "teacher.update_rate": {"rollouts.num_iterations": 1},  # the second step's teacher
     "rollouts.dynamic_sampling_retries": {
         "reward": "exact",
         "rollouts.num_generations": 3,

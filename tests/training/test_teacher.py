@@ -285,7 +285,9 @@ def test_another_tokenizer_or_vocabulary_is_refused_before_any_model(
     monkeypatch.setattr("gac.training.policy.make_model", None)
     with pytest.raises(ConfigError, match=wrong):
         trainer_of(task, tmp_path / "a", {"path": str(other), "top_k": 4})
-    with pytest.raises(ConfigError, match=r"^teacher.top_k=32: the vocabulary has \d+ tokens: use"):
+    with pytest.raises(
+        ConfigError, match=r"^teacher.top_k=32: the vocabulary of .* has \d+ tokens"
+    ):
         trainer_of(task, tmp_path / "b", {"path": str(taught)})
     with pytest.raises(ConfigError, match="^teacher.path='nowhere/at/all': no such folder"):
         trainer_of(task, tmp_path / "c", {"path": "nowhere/at/all", "top_k": 4})
