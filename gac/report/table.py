@@ -102,6 +102,8 @@ class Table:
     title: str
     columns: Sequence[Column]
     cells: Sequence[Sequence[tuple[float, ...]]]
+    in_terminal: bool = True
+    """Whether a terminal shows it too, not only the page."""
 
 
 def window_of(runs: Sequence[Run]) -> int:
@@ -169,16 +171,16 @@ def tables(groups: Sequence[Group], window: int) -> list[Table]:
         for key, when in (("start", "start"), ("accuracy", "final"))
     ]
     blocks = (
-        (f"Accuracy{number}", (*ACCURACY, *by_split)),
-        ("Additional tasks", by_task),
-        ("Stability and cost", STABILITY),
-        ("Training health", HEALTH),
-        ("Controller", CONTROLLER),
-        ("Stages of mu*", BY_STAGE),
-        ("Covariance and bias", COVARIANCE),
+        (f"Accuracy{number}", (*ACCURACY, *by_split), True),
+        ("Additional tasks", by_task, True),
+        ("Stability and cost", STABILITY, True),
+        ("Training health", HEALTH, False),
+        ("Controller", CONTROLLER, False),
+        ("Stages of mu*", BY_STAGE, False),
+        ("Covariance and bias", COVARIANCE, False),
     )
     result = []
-    for title, columns in blocks:
+    for title, columns, in_terminal in blocks:
         known = [
             column
             for column in columns
@@ -186,7 +188,7 @@ def tables(groups: Sequence[Group], window: int) -> list[Table]:
         ]
         rows = [[cell(runs, column.key) for column in known] for runs in summaries]
         if known:
-            result.append(Table(title, known, rows))
+            result.append(Table(title, known, rows, in_terminal))
     return result
 
 
@@ -223,9 +225,10 @@ def progress(group: Group) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> str:
-    """The tables as aligned plain text for a terminal."""
+    """The results as aligned plain text for a terminal; the page has more tables."""
     groups = group_runs(runs)
-    texts = [_aligned(table, groups) for table in tables(groups, window_of(runs))]
+    shown = [table for table in tables(groups, window_of(runs)) if table.in_terminal]
+    texts = [_aligned(table, groups) for table in shown]
     return "\n\n".join([*texts, *filter(None, [caution(groups).strip()])])
 
 

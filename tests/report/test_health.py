@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from gac.report import results_table
+from gac.report import write_report
 from gac.report.health import (
     alpha_stability,
     cross_covariance,
@@ -133,7 +133,7 @@ def test_a_paired_run_reports_c_and_a_biased_one_gamma(task, tmp_path):
     assert numbers["covariance"] == pytest.approx(statistics.fmean(c))
     assert numbers["gamma_largest"] == max(row["read_gamma"] for row in read)
     assert numbers["largest_update"] == max(row["update_norm"] for row in rows) > 0
-    text = results_table([out])
+    text = write_report([out], tmp_path / "page").read_text()
     assert "Training health" in text
     assert "Covariance and bias" in text
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["rollout_tokens"] > 0
