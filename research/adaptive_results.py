@@ -6,7 +6,6 @@ With --check, only compares them. Differences are paired by seed; intervals are 
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,11 +26,10 @@ from research.adaptive_run import (
     key,
 )
 from research.adaptive_task import CELLS
+from research.page_sections import update_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "research" / "adaptive.md", ROOT / "docs" / "choose_mu.md")
-BEGIN = "<!-- begin: python -m research.adaptive_results {} -->\n\n"
-END = "\n<!-- end -->"
 NEEDED = 0.02
 """Headroom below which no controller can pay in a cell."""
 POWER = 0.8
@@ -312,26 +310,8 @@ def sections(results: Path = RESULTS) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and update or check the page; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m research.adaptive_results", description=__doc__
-    )
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    args = parser.parse_args(argv)
-    changed = []
-    for path in PAGES:
-        before = page = path.read_text()
-        for marker, text in sections().items():
-            _, begin, rest = page.partition(BEGIN.format(marker))
-            if begin:
-                page = page.removesuffix(rest) + text + rest[rest.index(END) :]
-        if page != before:
-            changed.append(path)
-            if not args.check:
-                path.write_text(page)
-    if args.check and changed:
-        print(f"{changed[0]} is out of date: run python -m research.adaptive_results")
-    return int(args.check and bool(changed))
+    """Update or check the pages; returns the exit code."""
+    return update_pages("research.adaptive_results", __doc__, PAGES, sections(), argv)
 
 
 if __name__ == "__main__":

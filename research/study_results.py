@@ -8,7 +8,6 @@ seeds within each task. Five tasks are too few for a bootstrap over tasks, so th
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 
 from gac.evaluation.table import markdown_table
 from gac.study.results import interval as t_interval
+from research.page_sections import update_pages
 from research.study_run import (
     BASES,
     CONDITIONS,
@@ -38,7 +38,6 @@ from research.study_run import (
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "research" / "study.md", ROOT / "docs" / "choose_mu.md")
-BEGIN, END = "<!-- begin: python -m research.study_results {} -->\n\n", "\n<!-- end -->"
 RESAMPLES = 10_000
 COMPARED = ("constant-alarm", "sft-then-rl")
 JUDGED = (
@@ -415,24 +414,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and update or check the pages; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m research.study_results", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
-    args = parser.parse_args(argv)
-    parts, changed = sections(), []
-    for path in PAGES:
-        before = page = path.read_text()
-        for marker, text in parts.items():
-            _, begin, rest = page.partition(BEGIN.format(marker))
-            if begin:
-                page = page.removesuffix(rest) + text + rest[rest.index(END) :]
-        if page != before:
-            changed.append(path)
-            if not args.check:
-                path.write_text(page)
-    if args.check and changed:
-        print(f"{changed[0]} is out of date: run python -m research.study_results")
-    return int(args.check and bool(changed))
+    """Update or check the pages; returns the exit code."""
+    return update_pages("research.study_results", __doc__, PAGES, sections(), argv)
 
 
 if __name__ == "__main__":
