@@ -33,7 +33,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "methods_study.json", HERE / "methods.md"
 GRID = (0.1, 0.3, 0.5, 0.7, 0.9)  # constant weights; the best is chosen in hindsight
 HINDSIGHT = "best constant in hindsight"
-NAMES = [*METHODS, *ABLATIONS]
+WITH_TEACHER = ("opd", "kdrl")  # learn from a second model, which the demo task does not have
+NAMES = [*(name for name in METHODS if name not in WITH_TEACHER), *ABLATIONS]
 INTRODUCTION = """\
 # Every method on the demo task
 
