@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 QUICK := $(addprefix tests/,cli control methods/test_methods_values.py methods/test_solvers.py kernels/test_loss.py \
   kernels/test_linear.py kernels/test_reference.py project/test_architecture.py project/test_readme.py)
 
-.PHONY: setup ext demo real quick test test-full test-real release-check test-versions exit-check torture test-newest test-gpu test-integrations \
+.PHONY: setup ext demo real quick test test-full test-real test-research release-check test-versions exit-check torture test-newest test-gpu test-integrations \
   bench bench-gpu kernel-report docs docs-serve lint types check clean
 
 setup: $(STAMP)  ## create a .venv with torch and the packages pinned in requirements/lock.txt
@@ -49,6 +49,9 @@ test-full: setup  ## run the tests that take minutes each: whole datasets, every
 
 test-real: setup  ## run the tests with a pretrained model, which is downloaded once (93 MB)
 	$(BIN)/python -m pytest -m real
+
+test-research: setup  ## run the tests of the programs in research/, which the product does not import
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart=0 research/tests
 
 release-check: setup  ## check the packages, the workflows, the hub layout and the versions (gigabytes, half an hour)
 	$(BIN)/python -m tools.release_check
