@@ -143,7 +143,7 @@ def run_head(model: nn.Module, **inputs: Any) -> Head:
     linear = Record(((x, layer, 1.0),), dtype).linear()  # gathers weights that are sharded
     assert linear is not None  # without operations
     _, weight, keywords = linear
-    return Head(x, weight, keywords["bias"], None, scaling, dtype)
+    return Head(x, weight, bias=keywords["bias"], logits=None, scaling=scaling, autocast=dtype)
 
 
 def attach_head(model: PreTrainedModel) -> bool:

@@ -93,7 +93,15 @@ def generate(
         ids = torch.tensor(padded, device=device)
         width = torch.arange(ids.shape[1], device=device)
         mask = (width >= torch.tensor(missing, device=device)[:, None]).long()
-        rows = _continue(model, ids, mask, settings, stops, lockstep, lacking)
+        rows = _continue(
+            model,
+            ids,
+            mask=mask,
+            settings=settings,
+            stops=stops,
+            lockstep=lockstep,
+            lacking=lacking,
+        )
         new = [Completion(truncate_at_stop(row, stops)) for row in rows]
         for at, i in enumerate(part):
             count = params.num_generations
