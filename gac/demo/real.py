@@ -79,7 +79,11 @@ def config(out: Path, model: str, method: str, steps: int) -> TrainConfig:
         "run_name": method,
         "model": {"path": model, "dtype": "bfloat16" if has_fast_bfloat16() else "float32"},
         "method": method,
-        "data": {"prompts": str(task / "prompts.jsonl"), "demos": str(task / "demos.jsonl")},
+        "data": {
+            "prompts": str(task / "prompts.jsonl"),
+            "demos": str(task / "demos.jsonl"),
+            "source_field": "kind",  # for the reward on each kind of prompt
+        },
         "reward": "gac.demo.real_task:reward",
         "rollouts": {"num_prompts": 6, "num_generations": 4, "max_completion_length": LENGTH},
         "demo_batch_size": 8,

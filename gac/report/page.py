@@ -22,11 +22,11 @@ from .plots import (
     DASHES,
     MIXING,
     OPTIMIZATION,
-    TRAINING,
     Panel,
     embedded,
     evaluation_panels,
     has_data,
+    training_panels,
     unchanging,
 )
 from .reading import Run, read_lines, time_shares
@@ -45,7 +45,7 @@ def render(
     """Render the whole page; plots: panel key -> SVG, which is embedded in the page."""
     panels = {
         "Held-out accuracy": evaluation_panels(groups),
-        "Training": TRAINING,
+        "Training": training_panels(groups),
         "Optimization": OPTIMIZATION,
         "Mixing": MIXING,
     }

@@ -24,6 +24,7 @@ DASHES = ((), (6, 2), (2, 1.5), (7, 2, 1.5, 2), (10, 3), (4, 1.5, 1, 1.5, 1, 1.5
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, RULE = "#1b1b1b", "#d9d9d9"
 SIZE, SMALL = (5.6, 3.7), (4.6, 3.5)  # inches; the second fits three in a row
+REWARD = "reward_mean/"  # prefix of the columns with the reward of each source
 TITLE_WIDTH = 42  # characters that fit on a title line at the small size
 
 STYLE: Any = {
@@ -199,12 +200,11 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
             kind="accuracy",
         )
     ]
-    for number, split in enumerate(splits, 1):  # numbered so that no two splits share a file name
-        key = f"accuracy_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in split)
+    for number, split in enumerate(splits, 1):
         caption, title = _caption(split, tasks), f"Held-out accuracy: {split.replace('/', ': ')}"
         panels.append(
             Panel(
-                key=key,
+                key=_file_name("accuracy", number, split),
                 title=title,
                 axis="accuracy",
                 column=f"accuracy/{split}",
@@ -226,6 +226,30 @@ def evaluation_panels(groups: Sequence[Group]) -> list[Panel]:
         for number, task in enumerate(["", *tasks])
     ]
     return [*shown, *(panel for panel in losses if has_data(panel, groups))]
+
+
+def training_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Panels of the training, with the reward on the prompts of each source after that on all."""
+    columns = [name for group in groups for run in group.runs for name in run.metrics]
+    sources = dict.fromkeys(
+        name.removeprefix(REWARD) for name in columns if name.startswith(REWARD)
+    )
+    rewards = [
+        Panel(
+            key=_file_name("reward", number, source),
+            title=f"Reward: {source}",
+            axis="mean reward",
+            column=f"{REWARD}{source}",
+            caption=f"The same for the prompts of the source “{source}” only.",
+        )
+        for number, source in enumerate(sources, 1)
+    ]
+    return [TRAINING[0], *rewards, *TRAINING[1:]]
+
+
+def _file_name(kind: str, number: int, name: str) -> str:
+    """Numbered, so that no two names share a file."""
+    return f"{kind}_{number}_" + "".join(c if c.isalnum() or c in "+-" else "_" for c in name)
 
 
 def _caption(split: str, tasks: Sequence[str]) -> str:
@@ -283,19 +307,19 @@ def unchanging(panel: Panel, groups: Sequence[Group]) -> str | None:
 def draw_plots(groups: Sequence[Group], out: Path) -> dict[str, Path]:
     """Write one SVG per panel that shows something; returns panel key -> file.
 
-    overview.png shows all but the optimization panels and the accuracies of splits and tasks.
+    overview.png shows all but the optimization panels and the parts of accuracies and rewards.
     """
     from matplotlib import rc_context
 
     out.mkdir(parents=True, exist_ok=True)
-    panels = [*evaluation_panels(groups), *TRAINING, *OPTIMIZATION, *MIXING]
+    panels = [*evaluation_panels(groups), *training_panels(groups), *OPTIMIZATION, *MIXING]
     panels = [p for p in panels if has_data(p, groups) and unchanging(p, groups) is None]
     with rc_context(STYLE):
         files = {panel.key: _draw_single(panel, groups, out) for panel in panels}
         overall = [
             panel
             for panel in panels
-            if panel not in OPTIMIZATION and not panel.column.startswith("accuracy/")
+            if panel not in OPTIMIZATION and not panel.column.startswith(("accuracy/", REWARD))
         ]
         if overall:
             files["overview"] = _draw_overview(overall, groups, out / "overview.png")

@@ -426,3 +426,23 @@ def test_an_unknown_value_has_no_interval() -> None:
     assert not axes.lines
     evaluations.draw_interval(axes, 2, 0.0, [0.0, 0.5], "k")
     assert [points(line) for line in axes.lines] == [[(0, 2)], [(0, 2), (50, 2)]]
+
+
+def test_the_reward_of_each_source_follows_that_of_all(tmp_path: Path) -> None:
+    """Only where the data name sources; two names never share a file."""
+    columns = {"reward_mean": [0.1, 0.4], "reward_mean/a b": [0.0, 0.5], "reward_mean/a_b": [1, 1]}
+    sourced = made_group("sourced", {"step": [1, 2], **columns})
+    plain = made_group("plain", {"step": [1, 2], "reward_mean": [0.2, 0.3]})
+    for group in (sourced, plain):
+        vars(group.runs[0]).update(splits=[], tasks=[])
+    rewards = [p for p in plots.training_panels([plain, sourced]) if "reward_mean" in p.column]
+    assert [panel.column for panel in rewards] == [*columns]
+    assert [panel.title for panel in rewards] == ["Reward", "Reward: a b", "Reward: a_b"]
+    assert len({panel.key for panel in rewards}) == 3
+    assert plots.training_panels([plain]) == [*plots.TRAINING]
+    files = plots.draw_plots([plain, sourced], tmp_path)
+    assert {p.key: p.key in files for p in rewards} == {
+        "reward": True,
+        "reward_1_a_b": True,
+        "reward_2_a_b": False,  # 1 in all steps: a sentence in its place
+    }

@@ -1,7 +1,6 @@
 """Rollout engines: how prompts are batched, and that every engine gives the same responses."""
 
 import copy
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from gac.config import load
 from gac.demo.task import make_tokenizer
 from gac.errors import ConfigError, RunError
-from gac.rollouts import generation
 from gac.rollouts.config import PagedConfig, RolloutConfig
 from gac.rollouts.engines import Engine, _generate_paged
 from gac.rollouts.generation import SamplingParams, _parts, generate
@@ -91,42 +89,6 @@ def test_greedy_responses_do_not_depend_on_the_engine(policy, monkeypatch, engin
     assert len(set(expected)) > 3
     assert len(set(map(len, expected))) > 1
     assert policy[0].training
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_rows_that_have_ended_leave_the_batch(policy, monkeypatch, samples):
-    """The responses stay the same."""
-    settings = {"temperature": 0, "stop": [policy[1].decode([15])]}
-    if samples > 1:
-        settings |= {
-            "temperature": 1.0,
-            "top_p": 1e-6,
-            "num_generations": samples,
-        }  # in effect greedy
-    calls: list[tuple[int, int]] = []
-    original = policy[0].generate
-
-    def recorded(**keywords):
-        out = original(**keywords)
-        if "stopping_criteria" in keywords:  # not the check of the padding
-            calls.append((len(out), out.shape[1] - keywords["input_ids"].shape[1]))
-        return out
-
-    monkeypatch.setattr(policy[0], "generate", recorded)
-    results, costs, steps = [], [], []
-    for after, limit in ((1000, 24), (6, 6), (3, 24)):  # never, at the end, early
-        calls.clear()
-        monkeypatch.setattr(generation, "SHRINK_AFTER", after)
-        torch.manual_seed(0)
-        results.append(generate(*policy, PROMPTS, max_completion_length=limit, **settings))
-        costs.append(sum(rows * count for rows, count in calls))
-        steps.append(sum(count for _, count in calls))
-    assert len(calls) > 1
-    assert costs[2] < 0.8 * costs[0]
-    assert steps[2] == steps[0]
-    assert all(before >= 2 * after for (before, _), (after, _) in itertools.pairwise(calls))
-    assert results[0] == results[2]
-    assert results[1] == [r[:6] for r in results[0]]
 
 
 @pytest.mark.parametrize(
