@@ -321,6 +321,7 @@ def linear_token_logprobs(
     outputs: Sequence[str] = (),
     backend: str = "auto",
     chunk_bytes: int | None = None,
+    wait: bool = True,
 ) -> tuple[Tensor, ...]:
     """Compute `token_logprobs` of hidden @ weight.T + bias without materializing all logits.
 
@@ -338,6 +339,9 @@ def linear_token_logprobs(
             means fewer than K targets. Under torch.compile, K targets break the graph once.
         bias: [V], or None.
         chunk_bytes: as in `fused_linear_gac_loss`.
+        wait: False computes all rows, also those without a target or a gradient, so that the host
+            never waits for a GPU to learn their number. No effect on a CPU, under torch.compile,
+            and on a GPU if the GEMMs are too small for skipping to pay.
     """
     checks.head_rows(hidden, targets)
     checks.outputs(outputs)
@@ -352,6 +356,7 @@ def linear_token_logprobs(
         softcap=softcap,
         backend=backend,
         chunk_bytes=chunk_bytes,
+        wait=wait,
     )
     if checks.has_candidates(hidden, targets):
         return _candidate_logprobs(operands, targets, outputs)

@@ -498,6 +498,7 @@ def operands(
     softcap: float | None,
     backend: str,
     chunk_bytes: int | None = None,
+    wait: bool = True,
     inputs: BatchInputs | None = None,
     vocabulary: int | None = None,
 ) -> Operands:
@@ -553,4 +554,5 @@ def operands(
         dtype=dtype,
         accum_dtype=accum_dtype,
         chunk_bytes=chunk_bytes,
+        wait=wait,
     )

@@ -56,8 +56,8 @@ def divergence_loss(
     results = op.results(2)
     order, first = begin(head, order)
     for block in blocks(head, order, first):
-        index = order.tokens[block.tokens]
-        rows = frozen.operand(teacher.rows.index_select(0, index))
+        index = order.tokens_of(block.tokens)
+        rows = frozen.operand(teacher.rows[index])
         student = Logits(block.logits[0], op.scaling.at(index))
         other = Logits(frozen.logits(rows), teacher.scaling.at(index))
         rows_factor = None if factors is None else factors[index]

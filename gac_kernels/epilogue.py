@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import backends, projection
 from .projection import Head
-from .tokens import NeedsGrad, Operands, Scaling, Tokens, TokenTerms, Upstream
+from .tokens import Index, NeedsGrad, Operands, Scaling, Tokens, TokenTerms, Upstream
 
 if TYPE_CHECKING:
     from .backends.triton.exponentials import Exponentials
@@ -60,8 +60,6 @@ def why_not(op: Operands, *, entropy: bool, more_outputs: bool) -> str | None:
     """Why the epilogue head cannot compute a call; None if it can."""
     weight = op.weight
     assert weight is not None
-    # a weight of another dtype is copied, with aligned rows
-    start = weight.stride(0) % 8 or weight.data_ptr() % 16 if weight.dtype == op.dtype else 0
     if not isinstance(op.backend, ModuleType) or backends.name_of(op.backend) != "triton":
         return "it needs the Triton backend, one target per token, no shards and no teacher"
     if op.dtype != torch.bfloat16:
@@ -70,9 +68,15 @@ def why_not(op: Operands, *, entropy: bool, more_outputs: bool) -> str | None:
         return "it computes no further outputs"
     if entropy and op.softcap is not None:
         return "a softcap excludes gradients of entropies"
-    if weight.shape[1] % 8 != 0 or weight.stride(1) != 1 or start != 0:
+    # a weight of another dtype is copied, with aligned rows
+    if weight.shape[1] % 8 != 0 or (weight.dtype == op.dtype and not has_aligned_rows(weight)):
         return "rows of the weight must start at multiples of 16 bytes"
     return device_error(op.rows.device)
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether bulk copies can read tiles of x [X, Y], of 2-byte elements."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
 def device_error(device: torch.device) -> str | None:
@@ -100,10 +104,15 @@ class EpilogueHead(Head):
         # what a token's row of exponentials is multiplied by
         self._factors = torch.zeros(len(op.rows), dtype=torch.float32, device=op.rows.device)
 
-    def logits(self, rows: Tensor, index: Tensor, out: Tensor | None) -> Any:
-        """The exponentials of rows [M, H] of the tokens at `index` [M], stored in `out` [M, V]."""
+    def gather(self, index: Index, live: Tensor | None) -> Tensor:
+        rows = super().gather(index, live)
+        return rows if has_aligned_rows(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+    def logits(self, rows: Tensor, index: Index, out: Tensor | None) -> Any:
+        """The exponentials of rows [M, H] of the tokens at `index`, stored in `out` [M, V]."""
         from .backends.triton.exponentials import exponentials
 
+        tokens = index if isinstance(index, Tensor) else None
         return exponentials(
             rows=rows,
             weight=self.projection.weight,
@@ -111,20 +120,20 @@ class EpilogueHead(Head):
             targets=self.targets[index],
             scaling=self.scaling.at(index),
             values=out,
-            tokens=index,
-            factors=self._factors,
+            tokens=tokens,
+            factors=self._factors[index] if tokens is None else self._factors,
         )
 
-    def add(self, index: Tensor, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+    def add(self, index: Index, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk, whose gradient of the logits is `grad` [M, V] times the factors."""
-        factors = self._factors.index_select(0, index)[:, None]
+        factors = self._factors[index][:, None]
         if self.needs.weight:
             scaled = torch.mul(rows, factors, out=torch.empty_like(rows))
             self.add_weight(scaled, grad, single_chunk=single_chunk)
         if self.needs.bias:
             self._d_bias += column_sums(grad, factors)
         if self.needs.rows:
-            self.add_hidden(index, self.projection.hidden_gradient(grad).mul_(factors))
+            self.add_hidden(index, grad, factors)
 
 
 def column_sums(values: Tensor, factors: Tensor) -> Tensor:

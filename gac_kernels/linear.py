@@ -49,13 +49,13 @@ def begin(head: Head, order: RowOrder) -> tuple[RowOrder, First | None]:
     counts and launched more. Rows of the first block may turn out to have no gradient, or no loss.
     """
     counts, projection = order.counts, head.projection
-    if not isinstance(counts, Tensor):
+    if not isinstance(counts, Tensor) or order.tokens is None:
         return order, None
     first, size = None, min(len(order.tokens), projection.block)
     if counts.device.type in ASYNCHRONOUS and projection.stores_logits and size:
         index = order.tokens[:size]
         projection.reserve(size)
-        first = First(size, head.logits(head.gather(index, order.masked), index, None))
+        first = First(size, head.logits(head.gather(index, None), index, None))
     return order._replace(counts=read_counts(counts)), first
 
 
@@ -80,17 +80,17 @@ def blocks(
     projection.reserve(max((x.stop - x.start for x in chunks[:1] + rest[:1]), default=0))
 
     for chunk in chunks:
-        index = order.tokens[chunk]
-        rows, grad = head.gather(index, order.masked), projection.gradient(len(index))
-        for span in projection.spans(0, len(index), projection.block):
+        index, count = order.tokens_of(chunk), chunk.stop - chunk.start
+        rows, grad = head.gather(index, order.masked), projection.gradient(count)
+        for span in projection.spans(0, count, projection.block):
             tokens = slice(chunk.start + span.start, chunk.start + span.stop)
             if first is not None and tokens.start == 0:
                 logits = first.part(0, tokens.stop)
             else:
-                logits = head.logits(rows[span], index[span], grad[span])
+                logits = head.logits(rows[span], order.tokens_of(tokens), grad[span])
             yield Block(tokens, logits, grad[span][None], grad[: span.start])
         # the gradient of the chunk's logits is complete, and its backward GEMMs follow
-        if nonzero is not None and order.masked is None:
+        if nonzero is not None and isinstance(index, Tensor):
             index, rows, grad = compact(nonzero[chunk], index, rows, grad)
         if first is not None and known > gradient_rows:  # its logits are still in their buffer
             yield Block(slice(gradient_rows, known), first.part(gradient_rows, known))
@@ -98,6 +98,6 @@ def blocks(
     if first is not None and not chunks and known:
         yield Block(slice(0, known), first.part(0, known))
     for tokens in rest:
-        index = order.tokens[tokens]
-        rows = head.gather(index, order.masked)
+        index = order.tokens_of(tokens)
+        rows = head.gather(index, None)  # nothing is added up over them
         yield Block(tokens, head.logits(rows, index, None))

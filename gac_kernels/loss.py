@@ -9,6 +9,7 @@ Notation: N tokens, S sequences, V vocabulary size, H hidden size.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -180,9 +181,10 @@ def _one_pass(
     else:
         if tokens.temperature is not None:
             op = replace(op, temperatures=tokens.temperature)
-        order = sort_tokens(tokens.live, ~has_zero_gradient(tokens, spec) if any(needs) else None)
-        ordered, results = tokens.at(order.tokens), op.results(len(TokenTerms._fields))
-        head = make_head(op, needs)
+        zero_gradient = functools.partial(has_zero_gradient, tokens, spec) if any(needs) else None
+        order = _order(op, tokens.live, zero_gradient)
+        ordered = tokens if order.tokens is None else tokens.at(order.tokens)
+        head, results = make_head(op, needs), RowResults(op, order, len(TokenTerms._fields))
         order, first = begin(head, order)
         for block in blocks(head, order, first):
             terms = op.backend.row_loss(
@@ -192,8 +194,8 @@ def _one_pass(
                 block.out,
                 softcap=op.softcap,
             )
-            stack_columns(*terms, out=results[:, block.tokens])
-        terms = TokenTerms(*split_columns(order.restore(results), op.targets))
+            results.put(block.tokens, terms)
+        terms = TokenTerms(*results.restore())
         done = Pass(terms, head.gradients(), inv_scale)
     if kind is Coupling.KNOWN:
         logps = done.terms.logps
@@ -215,14 +217,14 @@ def _two_passes(
         op = replace(op, temperatures=tokens.temperature)
     head = order = None
     if op.weight is None:
-        stats = torch.stack(op.backend.row_stats(op.rows, op.targets, op.scaling))
+        stats: Sequence[Tensor] = op.backend.row_stats(op.rows, op.targets, op.scaling)
     else:
         head, known = make_head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
-        order = sort_tokens(tokens.live, ~has_zero_gradient(known, spec))
+        order = _order(op, tokens.live, functools.partial(has_zero_gradient, known, spec))
         stats, order = _stats_pass(op, head, order)
-    logps, entropy, lse = split_columns(stats, op.targets)
+    logps, entropy, lse = stats
     terms, derivatives = token_gradients(logps, entropy, tokens, spec, any(needs))
     if derivatives is None:
         return Pass(terms)
@@ -252,18 +254,54 @@ def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
     if op.weight is None:
         return op.backend.row_stats(op.rows, op.targets, op.scaling, more_outputs=more_outputs)
     op = choose(op, entropy=False, more_outputs=more_outputs)
-    order = sort_tokens(op.live, None)
     head = make_head(op, NeedsGrad(rows=False, weight=False, bias=False))
-    stats, _ = _stats_pass(op, head, order, more_outputs=more_outputs)
-    return split_columns(stats, op.targets)
+    order = sort_tokens(op.live, None) if op.skips_rows else RowOrder(None, (0, len(op.targets)))
+    return _stats_pass(op, head, order, more_outputs=more_outputs)[0]
+
+
+def _order(op: Operands, live: Tensor, zero_gradient: Callable[[], Tensor] | None) -> RowOrder:
+    """The order of a pass over the rows of a head.
+
+    live: bool [N], the tokens with a loss. zero_gradient: computes which tokens have no gradient,
+    bool [N]; None: no token has one.
+    """
+    if op.skips_rows:
+        return sort_tokens(live, None if zero_gradient is None else ~zero_gradient())
+    return RowOrder.whole(live, zero_gradient is not None)
+
+
+class RowResults:
+    """What a pass computes for each token, collected over its blocks."""
+
+    def __init__(self, op: Operands, order: RowOrder, columns: int) -> None:
+        self.op, self.order = op, order
+        self._whole: Sequence[Tensor] | None = None  # the values, if one block has all tokens
+        several = order.tokens is not None or not len(op.targets)
+        self._columns = op.results(columns) if several else None
+
+    def put(self, span: slice, values: Sequence[Tensor]) -> None:
+        """Store the values of the tokens in a span of the pass, as in `stack_columns`."""
+        if self.order.tokens is None and span.stop - span.start == len(self.op.targets):
+            self._whole = values
+            return
+        if self._columns is None:
+            self._columns = self.op.results(len(values))
+        stack_columns(*values, out=self._columns[:, span])
+
+    def restore(self) -> Sequence[Tensor]:
+        """The values of all tokens in the batch's order, 0 where there is no loss."""
+        if self._whole is not None:
+            return self._whole
+        assert self._columns is not None  # without an order, a pass has all tokens
+        return split_columns(self.order.restore(self._columns), self.op.targets)
 
 
 def _stats_pass(
     op: Operands, head: Head, order: RowOrder, *, more_outputs: bool = False
-) -> tuple[Tensor, RowOrder]:
+) -> tuple[Sequence[Tensor], RowOrder]:
     """Compute `row_stats`, and the order with the numbers of its rows."""
-    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
-    results = op.results(6 if more_outputs else 3)
+    targets, scaling = order.select(op.targets), op.scaling.at(order.tokens)
+    results = RowResults(op, order, 6 if more_outputs else 3)
     order, first = begin(head, order)
     gradient_rows, live_rows = read_counts(order.counts)
     for block in blocks(head, order._replace(counts=(0, live_rows)), first):
@@ -273,8 +311,8 @@ def _stats_pass(
             scaling.at(block.tokens),
             more_outputs=more_outputs,
         )
-        stack_columns(*stats, out=results[:, block.tokens])
-    return order.restore(results), order._replace(counts=(gradient_rows, gradient_rows))
+        results.put(block.tokens, stats)
+    return results.restore(), order._replace(counts=(gradient_rows, gradient_rows))
 
 
 @in_smaller_chunks
@@ -287,28 +325,34 @@ def row_grads(op: Operands, upstream: Upstream, needs: NeedsGrad) -> Gradients:
         out = gradient_like(op.rows)
         op.backend.row_grads(op.rows, op.targets, op.scaling, upstream, out)
         return out, None, None
-    op = choose(op, entropy=True)
+    op, live = choose(op, entropy=True), op.live
     d_logps = of_targets(upstream.d_logps, op.targets)
-    nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
-    used = op.live & (nonzero | (upstream.d_entropy != 0))
     head = make_head(op, needs)
-    _gradient_pass(op, head, sort_tokens(used, used), upstream._replace(d_logps=d_logps))
+    if op.skips_rows:
+        nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
+        used = live & (nonzero | (upstream.d_entropy != 0))
+        order = sort_tokens(used, used)
+    else:
+        order = RowOrder.whole(live, has_gradient=True)
+    _gradient_pass(op, head, order, upstream._replace(d_logps=d_logps))
     return head.gradients()
 
 
 def _gradient_pass(op: Operands, head: Head, order: RowOrder, upstream: Upstream) -> None:
     """Add the gradients of the first tokens of `order`, given those of their outputs."""
-    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
-    lse, entropy, d_logps, d_entropy = upstream
-    columns = stack_columns(d_logps, lse, entropy, d_entropy).index_select(1, order.tokens)
+    targets, scaling = order.select(op.targets), op.scaling.at(order.tokens)
+    if order.tokens is not None:
+        lse, entropy, d_logps, d_entropy = upstream
+        columns = stack_columns(d_logps, lse, entropy, d_entropy).index_select(1, order.tokens)
+        d_logps, lse, entropy, d_entropy = split_columns(columns, targets)
+        upstream = Upstream(lse, entropy, d_logps, d_entropy)
     order, first = begin(head, order)
     for block in blocks(head, order, first):
-        d_logps, lse, entropy, d_entropy = split_columns(columns[:, block.tokens], targets)
         op.backend.row_grads(
             block.logits,
             targets[block.tokens],
             scaling.at(block.tokens),
-            Upstream(lse, entropy, d_logps, d_entropy),
+            Upstream(*(x[block.tokens] for x in upstream)),
             block.out,
         )
 
@@ -335,8 +379,8 @@ def token_loss(
     half = op.dtype == torch.float16  # the scale of its gradients follows the largest derivative
     inv_scale = op.rows.new_full((), 2.0**-100, dtype=torch.float32) if half else None
     order, head = sort_tokens(live, live if any(needs) else None), make_head(op, needs)
-    targets, scaling = op.targets[order.tokens], op.scaling.at(order.tokens)
-    inputs = [x[order.tokens] for x in inputs]
+    targets, scaling = order.select(op.targets), op.scaling.at(order.tokens)
+    inputs = [order.select(x) for x in inputs]
     results = op.results(6 if more_outputs else 3)  # logps, losses, entropy and MORE_OUTPUTS
     nonzero = torch.zeros_like(live)
     order, first = begin(head, order)

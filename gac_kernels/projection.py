@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .contract import COMPUTE_DTYPES
-from .tokens import NeedsGrad, Operands, capturing
+from .tokens import Index, NeedsGrad, Operands, capturing
 
 # Memory budget in bytes. With V = 152064, a GPU's budget is enough for 512 rows of logits and 2304
 # rows of gradients; a GPU with less free memory gets FREE_SHARE of what it has.
@@ -221,18 +221,20 @@ class Projection:
         multiply(rows, self.weight.T, out)
         return out if self.bias is None else out.add_(self.bias)
 
-    def hidden_gradient(self, gradient: Tensor) -> Tensor:
+    def hidden_gradient(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute the gradient [M, H] of the hidden rows from the logits' `gradient` [M, V].
 
         The result is in float32 or better: with bfloat16 output, a GEMM may also round partial sums
         (split-K) and lose precision over the long sum. With rounding, the result reuses the logits
         buffer if it is large enough; the logits are no longer needed.
+
+        out: where it is written, if given.
         """
         shape = len(gradient), self.weight.shape[1]
         storage = self._logits.storage if self.rounds else None
-        if storage is not None and storage.numel() >= math.prod(shape):
+        if out is None and storage is not None and storage.numel() >= math.prod(shape):
             out = storage.view(-1)[: math.prod(shape)].view(shape)
-        else:
+        elif out is None:
             out = torch.empty(shape, dtype=self.accum_dtype, device=gradient.device)
         multiply(gradient, self.weight, out)
         return out
@@ -259,35 +261,42 @@ class Head:
             free=_free_for(op, needs),
             stores_logits=self.stores_logits,
         )
-        shape = op.rows.shape if needs.rows else (0,)
-        self._d_hidden = torch.zeros(shape, dtype=op.rows.dtype, device=op.rows.device)
-        self._d_weight: Tensor | None = None  # allocated by the first chunk
+        # allocated by the first chunk
+        self._d_hidden: Tensor | None = None
+        self._d_weight: Tensor | None = None
         width = len(op.weight) if needs.bias else 0
         self._d_bias = self.projection.weight.new_zeros(width, dtype=self.projection.accum_dtype)
 
-    def gather(self, index: Tensor, live: Tensor | None) -> Tensor:
-        """Gather rows of hidden as a GEMM operand [M, H], those that are not `live` [N] as zeros.
+    def gather(self, index: Index, live: Tensor | None) -> Tensor:
+        """The rows of hidden as a GEMM operand [M, H]; a view if `index` is a slice.
 
-        A row without a loss may hold nan, which would add 0 * nan to the weight's gradient.
+        Rows that are not `live` [N] are zeros: a row without a loss may hold nan, which would add
+        0 * nan to the weight's gradient.
         """
-        rows = self.projection.operand(self.hidden.index_select(0, index))
-        return rows if live is None else rows.masked_fill(~live[index, None], 0)
+        if isinstance(index, Tensor):
+            rows = self.hidden.index_select(0, index)
+        else:
+            rows = self.hidden[index]
+        rows = self.projection.operand(rows)
+        if live is None or not self.needs.weight:
+            return rows
+        return torch.where(live[index, None], rows, 0)
 
-    def logits(self, rows: Tensor, index: Tensor, out: Tensor | None) -> Any:
-        """The logits [1, M, V] of rows [M, H] of the tokens at `index` [M].
+    def logits(self, rows: Tensor, index: Index, out: Tensor | None) -> Any:
+        """The logits [1, M, V] of rows [M, H] of the tokens at `index`.
 
         out: the buffer [M, V] for their gradient, if they have one.
         """
         return self.projection.logits(rows, out)[None]
 
-    def add(self, index: Tensor, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+    def add(self, index: Index, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         if self.needs.weight:
             self.add_weight(rows, grad, single_chunk=single_chunk)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
         if self.needs.rows:
-            self.add_hidden(index, self.projection.hidden_gradient(grad))
+            self.add_hidden(index, grad)
 
     def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
@@ -296,9 +305,24 @@ class Head:
             self._d_weight = self._allocate(single_chunk)
         multiply(grad.T, rows, self._d_weight, accumulate=not first)
 
-    def add_hidden(self, index: Tensor, d_rows: Tensor) -> None:
-        """Store the gradient [M, H] of the rows of the tokens at `index` [M]."""
-        self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
+    def add_hidden(self, index: Index, grad: Tensor, factors: Tensor | None = None) -> None:
+        """Store the gradient of a chunk's rows, from that of their logits; times `factors` [M, 1].
+
+        If one chunk is a slice, all are, and they cover all rows.
+        """
+        if self._d_hidden is None:
+            self._d_hidden = torch.empty_like(self.hidden, memory_format=torch.contiguous_format)
+            if isinstance(index, Tensor):  # for rows that have no gradient
+                self._d_hidden.zero_()
+        part = None if isinstance(index, Tensor) else self._d_hidden[index]
+        direct = part is not None and part.dtype == self.projection.accum_dtype
+        d_rows = self.projection.hidden_gradient(grad, part if direct else None)
+        if factors is not None:
+            d_rows.mul_(factors)
+        if isinstance(index, Tensor):
+            self._d_hidden.index_copy_(0, index, d_rows.to(self._d_hidden.dtype))
+        elif not direct:
+            self._d_hidden[index] = d_rows
 
     def rescale(self, factor: Tensor, grad: Tensor | None) -> None:
         """Multiply all gradients so far, with that of a chunk's first logits, by a factor."""
@@ -311,8 +335,9 @@ class Head:
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
             self._d_weight = self._allocate(single_chunk=False).zero_()
-        d_hidden = self._d_hidden if self.needs.rows else None
-        return d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
+        if self.needs.rows and self._d_hidden is None:
+            self._d_hidden = torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
+        return self._d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
 
     def _allocate(self, single_chunk: bool) -> Tensor:
         """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""

@@ -36,9 +36,9 @@ class Scaling(NamedTuple):
     temperature: float | Tensor  # a tensor [N] has one for each row
     softcap: float | None = None
 
-    def at(self, rows: Tensor | slice) -> Scaling:
-        """The scaling of some rows."""
-        if not isinstance(self.temperature, Tensor):
+    def at(self, rows: Tensor | slice | None) -> Scaling:
+        """The scaling of some rows; None: of all."""
+        if rows is None or not isinstance(self.temperature, Tensor):
             return self
         return Scaling(self.temperature[rows], self.softcap)
 
@@ -80,6 +80,7 @@ class Operands:
     accum_dtype: torch.dtype  # of the arithmetic: float32 or better
     chunk_bytes: int | None = None  # memory for logits and gradients; None: by device
     vocab_size: int | None = None  # determines the chunk sizes; None: rows of the weight
+    wait: bool = True  # whether the host may wait for a GPU to learn which rows to skip
 
     # the fields that autograd saves
     TENSORS: ClassVar = ("rows", "weight", "bias", "targets", "temperatures")
@@ -117,6 +118,17 @@ class Operands:
         if self.targets.dim() == 2:
             columns += self.targets.shape[1] - 1
         return self.rows.new_zeros(columns, len(self.targets), dtype=self.accum_dtype)
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether a pass over a head leaves out the rows that need no GEMM."""
+        device = self.rows.device
+        if self.weight is None or capturing(device):
+            return False
+        if device.type not in ASYNCHRONOUS:
+            return True
+        flops = 4 * self.rows.numel() * (self.vocab_size or len(self.weight))
+        return self.wait and flops > WORTH_SKIPPING.get(self.dtype, 0)
 
     @property
     def scaling(self) -> Scaling:
@@ -186,8 +198,14 @@ class BatchInputs(NamedTuple):
 
 # device types on which reading a count makes the host wait for the device
 ASYNCHRONOUS = {"cuda"}
+# To skip rows, the host of a GPU waits for their number once and launches some 30 small kernels.
+# That cannot pay if the GEMMs of all rows take less than 0.3 ms: FLOPs, at 700 TFLOP/s in half
+# precision and 45 TFLOP/s in float32, about those of an H200.
+WORTH_SKIPPING = {torch.float16: 2.1e11, torch.bfloat16: 2.1e11, torch.float32: 1.35e10}
 # Numbers of rows with a gradient and of rows with a loss, on the device until they are read.
 Counts = Tensor | tuple[int, int]
+# Some of the tokens: int64 [M], or consecutive ones.
+Index = Tensor | slice
 
 
 def capturing(device: torch.device) -> bool:
@@ -201,13 +219,28 @@ def capturing(device: torch.device) -> bool:
 class RowOrder(NamedTuple):
     """The order of a pass: rows with a gradient, forward-only rows, rows without a loss."""
 
-    tokens: Tensor  # int64 [N]: the tokens in this order
+    tokens: Tensor | None  # int64 [N]: the tokens in this order; None: that of the batch
     counts: Counts
-    # bool [N]: the tokens with a loss, if a CUDA graph is being captured and none can be skipped
+    # bool [N]: the tokens with a loss, if the pass includes the others
     masked: Tensor | None = None
+
+    @classmethod
+    def whole(cls, live: Tensor, has_gradient: bool) -> RowOrder:
+        """All rows as they are: nothing is counted, moved or waited for."""
+        return cls(None, (len(live) * has_gradient, len(live)), masked=live)
+
+    def tokens_of(self, rows: slice) -> Index:
+        """The tokens of some rows of the pass."""
+        return rows if self.tokens is None else self.tokens[rows]
+
+    def select(self, x: Tensor) -> Tensor:
+        """Move x [N, ...] to the order of the pass."""
+        return x if self.tokens is None else x[self.tokens]
 
     def restore(self, results: Tensor) -> Tensor:
         """Move results [X, N] in this order to their tokens."""
+        if self.tokens is None:
+            return results
         return torch.empty_like(results).index_copy_(1, self.tokens, results)
 
 
@@ -218,10 +251,7 @@ def sort_tokens(live: Tensor, has_gradient: Tensor | None) -> RowOrder:
     has_gradient: bool [N]; None: no row has one.
     """
     if capturing(live.device):
-        tokens = len(live)
-        gradient_rows = 0 if has_gradient is None else tokens
-        index = torch.arange(tokens, device=live.device)
-        return RowOrder(index, (gradient_rows, tokens), masked=live)
+        return RowOrder.whole(live, has_gradient is not None)
     has_gradient = torch.zeros_like(live) if has_gradient is None else has_gradient
     group = 2 - live.to(torch.int8) - has_gradient.to(torch.int8)
     counts = torch.stack([has_gradient.sum(), live.sum()])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gac_kernels import (
     projection,
     reference,
 )
+from gac_kernels.tokens import WORTH_SKIPPING
 from tests.kernels.cases import (
     BY_NAME,
     LEAVES,
@@ -217,6 +219,49 @@ def test_masked_rows_are_never_read(
     with torch.no_grad():
         out = batch.linear(backend=backend)
     torch.testing.assert_close(out.loss, clean.loss, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 20 * 4 * 37])
+@each_backend
+def test_a_gpu_computes_all_rows_of_a_small_batch(
+    backend: str, chunk_bytes: int | None, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is counted or moved; rows without a loss add nothing, even if they are nan."""
+    keywords: dict[str, Any] = {"backend": backend, "chunk_bytes": chunk_bytes}
+
+    def results(batch: Any) -> list[torch.Tensor]:
+        values: list[torch.Tensor] = []
+        sequence = replace(batch.keywords["spec"], importance_sampling_level="sequence")
+        for spec in (batch.keywords["spec"], sequence):
+            out, grads = run_linear(fused_linear_gac_loss, batch, spec=spec, **keywords)
+            values += [out.loss.detach(), out.logps, out.entropy, *grads]
+        for wait in (True, False):
+            stats = linear_token_logprobs(
+                batch.hidden, batch.weight, batch.targets, wait=wait, **keywords
+            )
+            leaves = batch.hidden, batch.weight
+            values += [*stats, *torch.autograd.grad(stats[0].sum(), leaves, retain_graph=True)]
+            values += torch.autograd.grad(stats[1].sum(), leaves)
+        return values
+
+    batch = build(BY_NAME["packed"])
+    expected = results(batch)
+    dirty = batch.hidden.detach().clone()
+    dirty[batch.targets == -100] = torch.nan
+    batch.hidden = dirty.requires_grad_()
+    for module in ("tokens", "loss"):
+        monkeypatch.setattr(f"gac_kernels.{module}.ASYNCHRONOUS", {"cpu"})
+    monkeypatch.setattr("gac_kernels.loss.sort_tokens", None)
+    torch.testing.assert_close(results(batch), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_a_gpu_skips_rows_where_that_can_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gac_kernels.tokens.ASYNCHRONOUS", {"cpu"})
+    at_stake = 4 * 4 * NHV  # FLOPs of both backward GEMMs
+    for limit, done in ((at_stake - 1, 4 * 2 + 2 * 4), (at_stake, 4 * 6)):
+        monkeypatch.setitem(WORTH_SKIPPING, torch.float32, limit)
+        work, _ = work_of([1.0, 0, 0, 1])
+        assert work.flops == done * NHV
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0])

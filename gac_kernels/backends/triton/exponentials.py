@@ -45,8 +45,10 @@ class Exponentials(NamedTuple):
     logps: Tensor
     entropy: Tensor
     lse: Tensor
-    tokens: Tensor  # int64 [M]: the rows' tokens
-    factors: Tensor  # [N]: what the tokens' rows are multiplied by, once `finish` has stored it
+    tokens: Tensor | None  # int64 [M]: the rows' tokens; None: consecutive ones
+    # what the rows of the tokens are multiplied by, once `finish` has stored it: [N], or [M] of
+    # consecutive tokens
+    factors: Tensor
 
 
 class Tiles(NamedTuple):
@@ -375,6 +377,7 @@ def guard_kernel(
     do_not_specialize=["M", "V"],
     do_not_specialize_on_alignment=[
         "tokens",
+        "factors",
         "targets",
         "reference",
         "target",
@@ -386,8 +389,8 @@ def guard_kernel(
 )
 def finish_kernel(
     values,  # bfloat16 [M, V]
-    tokens,  # int64 [M]: where the factors are stored
-    factors,  # float32 [N]
+    tokens,  # int64 [M]: where the factors are stored; None: one after the other
+    factors,  # float32 [N], or [M]
     targets,  # int64 [M]
     reference,  # float32 [M]
     target,  # float32 [M]
@@ -440,7 +443,10 @@ def finish_kernel(
             tl.store(row + y, at_target.to(tl.bfloat16))
     elif not (mass < float("inf")):  # 0 times nan or infinity would reach the backward GEMMs
         write_zeros(row, V, BLOCK)
-    tl.store(factors + tl.load(tokens + n), factor)
+    place = n
+    if tokens is not None:
+        place = tl.load(tokens + n)
+    tl.store(factors + place, factor)
 
 
 def exponentials(
@@ -450,8 +456,8 @@ def exponentials(
     targets: Tensor,  # int64 [M]
     scaling: Scaling,
     values: Tensor | None,  # bfloat16 [M, V]: where the exponentials are stored
-    tokens: Tensor,  # int64 [M]
-    factors: Tensor,  # float32 [N]
+    tokens: Tensor | None,  # int64 [M]; None: consecutive ones
+    factors: Tensor,  # float32 [N]; of consecutive tokens [M]
 ) -> Exponentials:
     """Compute the exponentials of a block's logits, and the statistics of its rows."""
     (count, width), vocab, device = rows.shape, len(weight), rows.device

@@ -116,6 +116,7 @@ def _log_probs(inputs: HeadInputs, outputs: tuple[str, ...]) -> HeadOutputs:
         softcap=inputs.softcap,
         logit_scale=inputs.logit_scale,
         outputs=extra,
+        wait=False,  # on a GPU, TRL passes only rows with a target
     )
     return HeadOutputs(log_probs, entropy if "entropy" in outputs else None)._replace(
         **dict(zip(extra, rest, strict=True))
