@@ -1,6 +1,6 @@
 """Our heads inside other trainers, with the pretrained model, against their plain form.
 
-prime-rl needs its sources, as in test_lazy_heads.py.
+prime-rl and OpenRLHF need their sources, as in test_lazy_heads.py.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from bench import bench_trl
-from gac_kernels.heads import prime_rl
+from gac_kernels.heads import openrlhf, prime_rl
 from gac_kernels.heads.transformers import Record, fuse
 
 from .conftest import ABSENT, SOURCES
@@ -112,3 +112,38 @@ def test_prime_rl(sources: Any, real_model: Path, ids: Tensor) -> None:
     torch.testing.assert_close(actual[0], expected[0], rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(actual[1], expected[1], rtol=TOLERANCE, atol=TOLERANCE)
     assert actual[2] == pytest.approx(expected[2], rel=TOLERANCE)
+
+
+def test_openrlhf(
+    sources: Any, real_model: Path, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs and gradients are OpenRLHF's; entropies are those of the head in float64.
+
+    OpenRLHF computes an entropy as the difference of two large float32 numbers.
+    """
+    module = sources(SOURCES / "OpenRLHF", "openrlhf.models.actor", ABSENT["OpenRLHF"])
+    model = load(real_model)
+    actor = module.Actor(model, temperature=1.0)
+    actor.packing_samples = False
+    with torch.no_grad():
+        hidden = model.model(ids[:, :-1]).last_hidden_state.double()
+        exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
+    entropy = -(exact.exp() * exact).sum(-1)
+
+    def results() -> tuple[Tensor, Tensor, float]:
+        model.zero_grad()
+        options = {"return_output": True, "return_entropy": True}
+        logps, out = actor(ids, torch.ones(2, 8), torch.ones_like(ids), **options)
+        logps.sum().backward()
+        return logps.detach(), out.entropy.detach()[:, : entropy.shape[1]], norm(model)
+
+    theirs = results()
+    with openrlhf.apply_fused_head():
+        monkeypatch.setattr(Record, "full", None)  # the logits are not computed
+        ours = results()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=TOLERANCE, atol=TOLERANCE)
+    assert ours[2] == pytest.approx(theirs[2], rel=TOLERANCE)
+    error, own_error = ((x[1] - entropy).abs().max().item() for x in (ours, theirs))
+    print(f"largest error of an entropy: {error:.1e}, OpenRLHF's {own_error:.1e}")
+    assert error < 2e-5
+    assert error < own_error
