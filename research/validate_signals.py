@@ -2,9 +2,10 @@
 
 Usage: `python -m research.validate_signals`. Trains on the demo's task at a constant mu. Every few
 steps, each source measures the same batch with the same weights. `GradientSignals` over all
-parameters is the reference: it is unbiased but contains the noise of the batch. The control pairs a
-source with the reference at other steps. Writes research/results/signals.json and the tables of
-research/signals.md. Finished runs stay in --out.
+parameters is the reference: it is unbiased but contains the noise of the batch. One control pairs a
+source with the reference at other steps; two others (the paper's table 12) compute the disagreement
+after shuffling phi or the advantages over the batch's tokens. Writes research/results/signals.json
+and the tables of research/signals.md. Finished runs stay in --out.
 
 With `--config run.yaml`, the runs are those of that configuration of `gac train`, with any model
 and data; the results go to --out only.
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gac.config import dump
 from gac.control.signals import GradientSignals, ProxySignals, Reading
@@ -48,13 +51,18 @@ REPEATS = 3  # cost measurements per step; the smallest one is used
 DECAY = 0.8  # of the running averages
 QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")
 TRUTH = "gradients"
-SOURCES = ("proxy",)
+SHUFFLED = ("phi shuffled", "advantages shuffled")  # over tokens; only the disagreement
+SOURCES = ("proxy", *SHUFFLED)
 VIEWS = {"each": "single", "averaged": "averages"}
 BLOCK, RESAMPLES = 5, 2000  # measurements per block of the bootstrap, and its resamples
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "signals.json", HERE / "signals.md"
 MARK = "<!-- below: python -m research.validate_signals -->\n"
-PAPER = {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82}  # its claims
+PAPER = {  # what it claims
+    "its proxies": {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82},
+    "phi shuffled": {"disagreement": 0.09},
+    "advantages shuffled": {"disagreement": 0.12},
+}
 
 
 class MeasuredGradients:
@@ -86,7 +94,25 @@ class MeasuredGradients:
             TRUTH: GradientSignals().read(evidence, {})[0],
             "proxy": ProxySignals().read(evidence, {})[0],
         }
-        return {"step": step.number, **{name: _plain(r) for name, r in readings.items()}}
+        plain = {name: _plain(reading) for name, reading in readings.items()}
+        return {"step": step.number, **plain, **self.measure_shuffled(step)}
+
+    def measure_shuffled(self, step: Step) -> dict[str, dict[str, float | None]]:
+        """The disagreement after shuffling one of its coefficients over all rollout tokens."""
+        rows = [row for row in step.rows if not row.is_demo]
+        logps = self.gradients.forward.row_logprobs(rows)
+        p = torch.cat(logps).double().exp()
+        phi = p * (1 - p)
+        lengths = torch.tensor([len(x) for x in logps])
+        advantages = torch.tensor([row.advantage for row in rows]).double()
+        advantages = advantages.repeat_interleave(lengths)
+        shares = (1 / lengths.double()).repeat_interleave(lengths)
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(step.number))
+        pairs = (phi[order], advantages), (phi, advantages[order])
+        return {
+            name: {"disagreement": _rounded(disagreement(*pair, shares))}
+            for name, pair in zip(SHUFFLED, pairs, strict=True)
+        }
 
     def measure_costs(self, step: Step) -> dict[str, float]:
         """CPU seconds of a gradient pass: plain, and with separate gradients."""
@@ -108,12 +134,30 @@ class MeasuredGradients:
         return measured
 
 
+def disagreement(phi: Tensor, advantages: Tensor, shares: Tensor) -> float:
+    """The paper's equation 9 over rollout tokens [N]; nan if a coefficient is constant.
+
+    shares: 1 / length of the token's rollout, so that each rollout counts once.
+    """
+    shares = shares / shares.sum()
+    scores = []
+    for coefficient in (phi, advantages):
+        centered = coefficient - shares @ coefficient
+        scores.append(centered / (shares @ centered.square()).sqrt())
+    return float(shares @ (scores[0] - scores[1]).square())
+
+
 def _plain(reading: Reading) -> dict[str, float | None]:
-    """Values by name, rounded to five significant digits; None if unknown."""
+    """Values by name; None if unknown."""
     values = reading.signals._asdict()
     if reading.alignment is not None:
         values |= reading.alignment._asdict()
-    return {k: float(f"{v:.5g}") if math.isfinite(v) else None for k, v in values.items()}
+    return {name: _rounded(value) for name, value in values.items()}
+
+
+def _rounded(value: float) -> float | None:
+    """`value` with five significant digits; None if it is unknown."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -268,8 +312,9 @@ def tables(study: dict[str, Any]) -> str:
         ]
         control = [_cell(by_source["proxy"][q], "shuffled", "shuffled95") for q in QUANTITIES]
         rows.append([name, "`proxy`, steps shuffled", *control])
-    claims = [f"{PAPER[q]:.2f}" if q in PAPER else "-" for q in QUANTITIES]
-    rows.append(["the paper", "its proxies, as claimed", *claims])
+    for source, claims in PAPER.items():
+        cells = [f"{claims[q]:.2f}" if q in claims else "-" for q in QUANTITIES]
+        rows.append(["the paper's claim", source, *cells])
     head = ("runs", "source", *(f"`{name}`" for name in QUANTITIES))
     parts.append(f"## Correlation with the reference\n\n{markdown_table(head, rows)}\n")
     rows = [

@@ -9,7 +9,8 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +98,7 @@ def generate(
         calls, reads_each = map(int, largest([calls, reads_each]))  # type: ignore[assignment]
     batches = Batches(
         model,
-        processors=_processors(params, lacking),
+        processors=_processors(params, lacking, model),
         stops=stops,
         pad_token=pad_token,
         lockstep=lockstep,
@@ -227,9 +228,11 @@ class Ended(StoppingCriteria):
         return torch.full_like(self.rows, self.stopped)
 
 
-def _processors(params: SamplingParams, lacking: Sequence[int]) -> LogitsProcessorList:
+def _processors(
+    params: SamplingParams, lacking: Sequence[int], model: Any
+) -> LogitsProcessorList:
     """What changes the logits of a new token: in the end, only the sampled one is possible."""
-    processors: list[LogitsProcessor] = [LackingIds(lacking)] if lacking else []
+    processors: list[LogitsProcessor] = [LackingIds(lacking, model)] if lacking else []
     if params.temperature > 0:
         if params.temperature != 1:
             processors.append(TemperatureLogitsWarper(float(params.temperature)))
@@ -290,29 +293,28 @@ class LackingIds(LogitsProcessor):
     is not, a warning is logged, because the policy in the loss then differs from the sampled one.
     """
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids, self.index, self.measured = ids, torch.tensor(ids, dtype=torch.long), False
+    measured: ClassVar[WeakSet[Any]] = WeakSet()
+    """The models whose probabilities were measured: once is enough, because training lowers it."""
+
+    def __init__(self, ids: Sequence[int], model: Any) -> None:
+        self.ids, self.index, self.model = ids, torch.tensor(ids, dtype=torch.long), model
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Mask the logits [B, V] of these ids."""
         self.index = self.index.to(scores.device)
-        if not self.measured:  # once is enough, because training lowers it
-            self.measured = True
+        if self.model not in self.measured:
+            self.measured.add(self.model)
             lacking = float(scores.float().softmax(-1)[:, self.index].sum(-1).max())
             if lacking > LACKING:
-                _warn_lacking(len(self.ids), lacking)
+                logger.warning(
+                    "the model's head has %d ids that the tokenizer lacks, with a total "
+                    "probability of up to %.2g for one token: they are not sampled, but the "
+                    "log-probs in training include them; if the model is new, resize it with "
+                    "model.resize_token_embeddings(len(tokenizer))",
+                    len(self.ids),
+                    lacking,
+                )
         return scores.index_fill(-1, self.index, -math.inf)
-
-
-@functools.cache  # once per run
-def _warn_lacking(ids: int, probability: float) -> None:
-    logger.warning(
-        "the model's head has %d ids that the tokenizer lacks, with a total probability of up to "
-        "%.2g for one token: they are not sampled, but the log-probs in training include them; "
-        "if the model is new, resize it with model.resize_token_embeddings(len(tokenizer))",
-        ids,
-        probability,
-    )
 
 
 def head_size(model: Any) -> int:
