@@ -63,9 +63,10 @@ CASES: list[tuple[str, list[str]]] = [
     ("gac-paper", ["method.alpha_every=refresh"]),
     ("gac-paper", []),
     ("gac-paper", ["kl_sample_size=100000"]),
-    ("gac-gated", []),
+    ("gac-gated", ["method.gradient_parts=2"]),  # each part needs a prompt
     ("rewvar-ctrl", []),
     ("gradnorm-ctrl", []),
+    ("kl-ctrl", ["kl_sample_size=2"]),
     ("kl-ctrl", []),
 ]
 """Method and keys of the cases in the table of docs/benchmarks.md."""

@@ -71,7 +71,7 @@ def generate_answers(
     params = SamplingParams(
         task.max_completion_length, task.temperature, task.top_p, stop=task.stop
     )
-    engine = engine.replace(params, function)
+    engine = engine.for_evaluation(params, function)
     per_call = max((task.batch or len(examples) * task.samples) // task.samples, 1)
     known = {} if progress is None else progress.batches
     answers = [Answer(*values) for batch in known.values() for values in batch]

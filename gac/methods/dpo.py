@@ -18,8 +18,9 @@ from .token_view import TokenView
 class Preference(Method, family="preference", cost="reference forward pass on the pairs"):
     """Trains the policy to prefer a prompt's best response over its worst.
 
-    Responses are sampled from the reference policy; the published methods use a fixed dataset
-    instead. Prompts whose responses all get the same reward are skipped.
+    Responses are sampled from the reference policy, or are those of a fixed dataset, as in the
+    publications, with `rollouts.function=gac.rollouts.stored:stored_pairs`. Prompts whose responses
+    all get the same reward are skipped.
     """
 
     def needs(self, step: int) -> StepNeeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -64,6 +65,8 @@ class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
 
     sft_scale: Number = 0.5
     """Factor of exp(-H) in the SFT weight."""
+    weight: Literal["one", "phi"] = "one"
+    """Token weight of the cross-entropy of demonstrations; phi: p (1 - p), not differentiated."""
     rl_scale: Number = 0.1
     """Factor of exp(H) in the weight of correct rollouts."""
     shape: Positive | None = None
@@ -98,7 +101,10 @@ class SRFT(Sum, name="srft", source="arXiv 2506.19767, equations 5 to 13"):
         entropy = batch.spread(tokens.sequence_mean(tokens.entropy))
         p = logps.exp()
         policy = p if self.shape is None else p / (p + self.shape)
-        demo_loss = -self.sft_scale * (-entropy).exp() * logps - batch.advantages * policy
+        sft_weight = self.sft_scale * (-entropy).exp()
+        if self.weight == "phi":
+            sft_weight = sft_weight * (p * (1 - p)).detach()
+        demo_loss = -sft_weight * logps - batch.advantages * policy
         correct, incorrect = batch.advantages > 0, batch.advantages < 0
         floored_logps = logps if self.least_logp is None else logps.clamp(min=self.least_logp)
         rollout_loss = torch.where(correct, -self.rl_scale * entropy.exp() * logps, 0)

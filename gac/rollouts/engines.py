@@ -153,6 +153,7 @@ class Engine:
             config.max_completion_length, config.temperature, config.top_p, stop=config.stop
         )
         self.function = None if config.function is None else RolloutFunction(config.function)
+        self.evaluates = False  # whether the responses are those of an evaluation
         self.vocab_size = len(tokenizer)  # until the first `load`; the model's may be larger
         self.model: Any = None
         self._server: Any = None
@@ -169,10 +170,10 @@ class Engine:
             self._server.load(model)
         return self
 
-    def replace(self, params: SamplingParams, function: RolloutFunction | None) -> Engine:
-        """The same engine with other parameters and another function."""
+    def for_evaluation(self, params: SamplingParams, function: RolloutFunction | None) -> Engine:
+        """The same engine with the parameters and the function of an evaluation."""
         other = copy.copy(self)
-        other.params, other.function = params, function
+        other.params, other.function, other.evaluates = params, function, True
         return other
 
     def generate(

@@ -128,6 +128,22 @@ def test_srft_options_by_hand() -> None:
     assert (2 * slope).tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_srft_with_phi_weights_the_cross_entropy_alone() -> None:
+    """p = 1/2 has entropy log 2 and phi = 1/4, which is not differentiated."""
+    out, slope = one_token_rows(
+        "srft",
+        [0.5, 0.5],
+        advantages=[3.0, 0.0],
+        is_demo=[True, False],
+        mu=0.5,
+        fields={"weight": "phi"},
+    )
+    expected = 0.5 * 0.5 * 0.25 * LOG2 - 3 * 0.5
+    assert 2 * out.loss.item() == pytest.approx(expected / 2, rel=1e-6)
+    expected_slope = -0.5 * 0.5 * 0.25 - 3 * 0.5
+    assert (2 * slope).tolist() == pytest.approx([expected_slope / 2, 0], rel=1e-6)
+
+
 def test_relift_trains_on_the_newest_unsolved_prompts_once_there_are_enough(task, tmp_path) -> None:
     method = {"name": "relift", "buffer": 5, "correct": 2.0}  # no prompt is ever solved
     trainer = Trainer(tiny_config(task, tmp_path, method=method, eval={}))
