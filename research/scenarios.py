@@ -1,14 +1,17 @@
-"""The two settings of `research.validate_signals`: the demo's, and demonstrations that turn bad."""
+"""The settings of `research.validate_signals`: the demo's task, and two with a pretrained model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gac.config import dump, load
+from gac.demo import real, real_task
 from gac.demo.run import make_base, method_config
 from gac.demo.task import write_rows, write_task
 from gac.train_config import TrainConfig
@@ -45,3 +48,25 @@ def write_scenarios(out: Path, steps: int, base_steps: int = 400) -> dict[str, T
         config.data, demos=str(task / "spoil.jsonl"), order="tests.changing:Phases"
     )
     return {"base": config, "spoil": dataclasses.replace(config, data=spoiled)}
+
+
+def real_scenarios(out: Path, model: str, steps: int) -> dict[str, TrainConfig]:
+    """Configurations of runs of a pretrained model by name; `choices` needs $GAC_DATA.
+
+    sums: the task of `gac demo --real`, sums that the model half knows and codes that only
+    demonstrations teach. choices: MMLU-Pro, answered with the letter alone.
+    """
+    real_task.write_task(out / "task")
+    configs = {"sums": real.config(out, model, "grpo", steps)}
+    if "GAC_DATA" in os.environ:
+        base = configs["sums"]
+        data = {
+            "prompts": f"{os.environ['GAC_DATA']}/mmlu_pro.jsonl.gz",
+            "demo_field": "answer",
+            "template": "{prompt}\n{choices}\nAnswer with the letter only.",
+            "max_prompt_tokens": 128,
+        }
+        settings = dump(base) | {"data": data, "reward": "choice", "eval": {}}
+        settings["rollouts"]["max_completion_length"] = 4
+        configs["choices"] = load(TrainConfig, settings)
+    return configs

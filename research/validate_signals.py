@@ -7,8 +7,9 @@ source with the reference at other steps; two others (the paper's table 12) comp
 after shuffling phi or the advantages over the batch's tokens. Writes research/results/signals.json
 and the tables of research/signals.md. Finished runs stay in --out.
 
-With `--config run.yaml`, the runs are those of that configuration of `gac train`, with any model
-and data; the results go to --out only.
+With `--model DIR` (written by `python -m tools.real_model DIR`), the runs are those of a pretrained
+model: `gac demo --real`'s task and, with $GAC_DATA, MMLU-Pro. With `--config run.yaml`, they are
+those of that configuration of `gac train`; the results go to --out only.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from gac.training.gradients import Gradients
 from gac.training.step import Step
 from gac.training.trainer import Trainer
 from gac.types import Mix
-from research.scenarios import write_scenarios
+from research.scenarios import real_scenarios, write_scenarios
 from tools.origin import origin
 
 SCENARIOS = ("base", "spoil")
-STEPS = 120
+STEPS, REAL_STEPS = 120, 30
 SMALLER = ("rollouts.num_prompts=8", "rollouts.num_generations=6", "demo_batch_size=16")
-PARTS = 8  # micro-batches per term for the reference gradients, one prompt each
-EVERY, TIMED = 3, 30  # steps between measurements, and between cost measurements
+LARGER = ("rollouts.num_prompts=8",)  # of the real runs: a multiple of REAL_PARTS
+PARTS, REAL_PARTS = 8, 4  # micro-batches per term for the reference gradients, of equal prompts
+EVERY, TIMED = 3, 30  # steps between measurements (of a real run: 1), and of the cost
 REPEATS = 3  # cost measurements per step; the smallest one is used
 DECAY = 0.8  # of the running averages
-QUANTITIES = ("disagreement", "sft_variance", "rl_variance", "inner", "cosine")
+QUANTITIES = ("disagreement", "sft_variance", "rl_variance")
 TRUTH = "gradients"
 SHUFFLED = ("phi shuffled", "advantages shuffled")  # over tokens; only the disagreement
 SOURCES = ("proxy", *SHUFFLED)
@@ -57,6 +59,7 @@ VIEWS = {"each": "single", "averaged": "averages"}
 BLOCK, RESAMPLES = 5, 2000  # measurements per block of the bootstrap, and its resamples
 HERE = Path(__file__).resolve().parent
 RESULTS, PAGE = HERE / "results" / "signals.json", HERE / "signals.md"
+REAL_RESULTS = HERE / "results" / "signals_real.json"
 MARK = "<!-- below: python -m research.validate_signals -->\n"
 PAPER = {  # what it claims
     "its proxies": {"disagreement": 0.84, "sft_variance": 0.76, "rl_variance": 0.82},
@@ -68,8 +71,8 @@ PAPER = {  # what it claims
 class MeasuredGradients:
     """The trainer's gradient computation; every few steps, each source measures the step too."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self.gradients = gradients
+    def __init__(self, gradients: Gradients, every: int, parts: int) -> None:
+        self.gradients, self.every, self.parts = gradients, every, parts
         self.rows: list[dict[str, Any]] = []
         self.costs: list[dict[str, float]] = []
         self.returned_at = math.nan  # CPU time of the last return to the trainer
@@ -79,7 +82,7 @@ class MeasuredGradients:
 
     def __call__(self, step: Step) -> Any:
         rest = time.process_time() - self.returned_at  # rest of the step: sampling, update, logging
-        if step.number % EVERY == 0:
+        if step.number % self.every == 0:
             self.rows.append(self.measure(step))
         if step.number % TIMED == TIMED - 1:
             self.costs.append({"rest": rest, **self.measure_costs(step)})
@@ -89,7 +92,7 @@ class MeasuredGradients:
 
     def measure(self, step: Step) -> dict[str, Any]:
         """Readings of every source for `step`, by source name."""
-        evidence = self._run(step, parts=PARTS).evidence
+        evidence = self._run(step, parts=self.parts).evidence
         readings = {
             TRUTH: GradientSignals().read(evidence, {})[0],
             "proxy": ProxySignals().read(evidence, {})[0],
@@ -160,12 +163,15 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def run(config: TrainConfig) -> dict[str, Any]:
-    """Measurements and costs of one run, loaded from its file if it exists."""
+def run(config: TrainConfig, every: int, parts: int) -> dict[str, Any]:
+    """Measurements and costs of one run, loaded from its file if it exists.
+
+    every: steps between measurements. parts: micro-batches per term.
+    """
     path = Path(config.out).parent / f"{Path(config.out).name}.json"
     if not path.exists():
         trainer = Trainer(config, resume=False)
-        gradients = MeasuredGradients(trainer.gradients)
+        gradients = MeasuredGradients(trainer.gradients, every, parts)
         vars(trainer)["gradients"] = gradients
         trainer.run()
         path.write_text(json.dumps({"rows": gradients.rows, "costs": gradients.costs}))
@@ -175,18 +181,6 @@ def run(config: TrainConfig) -> dict[str, Any]:
 # ---- from measurements to correlations
 
 
-def series(rows: Sequence[dict[str, Any]], source: str, quantity: str, smooth: bool) -> np.ndarray:
-    """One value per measurement, or a running average if `smooth`; nan if unknown."""
-    names = ("inner", "sft_square", "rl_square") if quantity == "cosine" else (quantity,)
-    columns = [_column(rows, source, name, smooth) for name in names]
-    if quantity != "cosine":
-        return columns[0]
-    inner, sft, rl = columns
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosine = inner / np.sqrt(np.where((sft > 0) & (rl > 0), sft * rl, math.nan))
-    return np.clip(cosine, -1, 1)
-
-
 def _with_reference(
     rows: Sequence[dict[str, Any]], source: str, quantity: str, smooth: bool
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +188,8 @@ def _with_reference(
     return series(rows, source, quantity, smooth), series(rows, TRUTH, quantity, smooth)
 
 
-def _column(rows: Sequence[dict[str, Any]], source: str, name: str, smooth: bool) -> np.ndarray:
+def series(rows: Sequence[dict[str, Any]], source: str, name: str, smooth: bool) -> np.ndarray:
+    """One value per measurement, or a running average if `smooth`; nan if unknown."""
     plain = [row[source].get(name) for row in rows]
     values = np.array([math.nan if value is None else value for value in plain])
     if not smooth:
@@ -299,30 +294,38 @@ def costs(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 # ---- the page
 
 
+def page_tables() -> str:
+    """The Markdown below the marker in research/signals.md, from the stored results."""
+    titles = {"On a pretrained model": REAL_RESULTS, "On the demo's task": RESULTS}
+    return "\n".join(
+        f"## {title}\n\n{tables(json.loads(path.read_text()))}" for title, path in titles.items()
+    )
+
+
 def tables(study: dict[str, Any]) -> str:
-    """The Markdown below the marker in research/signals.md."""
+    """The tables of one study, as Markdown."""
     parts = [f"{study['setting']['words']}\n"]
     rows: list[list[str]] = []
     for title, by_source in study["correlations"].items():
         scenario, view = title.split(", ")
         name = f"`{scenario}`, {VIEWS[view]}"
         rows += [
-            [name, f"`{source}`", *(_cell(cells[q]) for q in QUANTITIES)]
+            [name, source, *(_cell(cells[q]) for q in QUANTITIES)]
             for source, cells in by_source.items()
         ]
         control = [_cell(by_source["proxy"][q], "shuffled", "shuffled95") for q in QUANTITIES]
-        rows.append([name, "`proxy`, steps shuffled", *control])
+        rows.append([name, "steps shuffled", *control])
     for source, claims in PAPER.items():
         cells = [f"{claims[q]:.2f}" if q in claims else "-" for q in QUANTITIES]
         rows.append(["the paper's claim", source, *cells])
     head = ("runs", "source", *(f"`{name}`" for name in QUANTITIES))
-    parts.append(f"## Correlation with the reference\n\n{markdown_table(head, rows)}\n")
-    rows = [
-        [f"`{name}`", f"{cost['percent']:.2f}%", f"[{cost['ci95'][0]:.2f}, {cost['ci95'][1]:.2f}]"]
-        for name, cost in study["cost"].items()
-    ]
-    table = markdown_table(("source", "extra time per step", "95% interval"), rows)
-    parts.append(f"## Cost of a measuring step\n\n{table}\n")
+    parts.append(f"{markdown_table(head, rows)}\n")
+    for name, cost in study["cost"].items():
+        low, high = cost["ci95"]
+        parts.append(
+            f"A step that also measures the {name} of all parts takes {cost['percent']:.0f}% "
+            f"[{low:.0f}, {high:.0f}] longer.\n"
+        )
     return "\n".join(parts)
 
 
@@ -341,57 +344,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/signals"), help="run folder")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs per scenario")
+    parser.add_argument("--model", help="a pretrained model, instead of the demo's")
     parser.add_argument("--config", type=Path, help="of `gac train`, instead of the demo's task")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = "python -m research.validate_signals"
-    if args.config is None:
-        scenarios = write_scenarios(args.out / "scenarios", steps=STEPS)
-        plain = {name: dump(scenarios[name]) for name in SCENARIOS}
-        changes = [*SMALLER, *args.set]
-    else:
+    command, every, parts = "python -m research.validate_signals", EVERY, PARTS
+    if args.config is not None:
         find_user_code(args.config)
         plain, changes = {args.config.stem: read_study(args.config)[0]}, args.set
         command += f" --config {args.config.name}"
+    elif args.model is not None:
+        scenarios = real_scenarios(args.out / "real", args.model, REAL_STEPS)
+        plain = {name: dump(config) for name, config in scenarios.items()}
+        changes, every, parts = [*LARGER, *args.set], 1, REAL_PARTS
+        command += " --model DIR"
+    else:
+        scenarios = write_scenarios(args.out / "scenarios", steps=STEPS)
+        plain = {name: dump(scenarios[name]) for name in SCENARIOS}
+        changes = [*SMALLER, *args.set]
     method = Arm("mu", {"name": "constant", "mu": 0.5})
     runs = {}
     for seed in range(args.seeds):
         for name, data in plain.items():
             own = [*changes, f"out={args.out / name}", "eval.every=0", "export=false"]
-            runs[f"{name}-{seed}"] = run(arm_config(data, method, seed, own))
+            runs[f"{name}-{seed}"] = run(arm_config(data, method, seed, own), every, parts)
             print(f"{name}, seed {seed}: {len(runs[f'{name}-{seed}']['rows'])} measurements")
     steps = arm_config(next(iter(plain.values())), method, 0, changes).steps
     study = {
         "setting": {
             "seeds": args.seeds,
             "steps": steps,
-            "every": EVERY,
+            "every": every,
             "changes": changes,
-            "parts": PARTS,
+            "parts": parts,
             "decay": DECAY,
             **origin(),
             "words": f"Written by `{command} --seeds {args.seeds}`: {args.seeds} seeds, {steps} "
-            f"steps at mu = 0.5, measured every {EVERY} steps.",
+            f"steps at mu = 0.5, measured every {every} steps.",
         },
         "correlations": correlations(runs),
         "cost": costs(runs),
         "runs": runs,
     }
-    write(study, args.out if args.config else None)
-    return 0
-
-
-def write(study: dict[str, Any], folder: Path | None) -> None:
-    """Write the results to `folder`; None: to the repository, with the tables of the page."""
-    if folder is not None:
-        (folder / "signals.json").write_text(json.dumps(study) + "\n")
+    if args.config is not None:
+        (args.out / "signals.json").write_text(json.dumps(study) + "\n")
         print(tables(study))
-        return
-    RESULTS.write_text(json.dumps(study) + "\n")
-    top = PAGE.read_text().partition(MARK)[0]
-    PAGE.write_text(top + MARK + "\n" + tables(study))
-    print(f"wrote {RESULTS} and {PAGE}")
+        return 0
+    results = RESULTS if args.model is None else REAL_RESULTS
+    results.write_text(json.dumps(study) + "\n")
+    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n" + page_tables())
+    print(f"wrote {results} and {PAGE}")
+    return 0
 
 
 if __name__ == "__main__":

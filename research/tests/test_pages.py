@@ -1,14 +1,11 @@
 """The pages of the studies have the numbers of the stored results."""
 
-import json
-
 from research import alarm_table, validate_signals
 
 
 def test_the_page_of_the_signals_is_that_of_the_stored_results():
-    study = json.loads(validate_signals.RESULTS.read_text())
     page = validate_signals.PAGE.read_text().partition(validate_signals.MARK)[2]
-    assert page.strip() == validate_signals.tables(study).strip()
+    assert page.strip() == validate_signals.page_tables().strip()
 
 
 def test_the_table_of_the_alarm_has_every_stream():
