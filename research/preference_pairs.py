@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_suite(config)
     examples = load_prompts(task.data, load_tokenizer(config.model), demos=False)
     rows = [*pairs(examples, read_samples(Path(config.out or "evals"))[name])]
+    if not rows:
+        print(f"no pairs of {len(examples)} prompts: none has a correct and an incorrect response")
+        return 1
     args.pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"wrote {args.pairs}: {len(rows)} pairs of {len(examples)} prompts")
     return 0

@@ -1,6 +1,7 @@
 """Pairs from responses: which are chosen, and a whole command with a tiny model."""
 
 import json
+from pathlib import Path
 
 from gac.data import Example
 from gac.evaluation.task import Answer
@@ -52,11 +53,12 @@ def test_a_prompt_with_responses_of_one_kind_has_no_pair() -> None:
     assert [*pairs([example(0), example(1)], answers)] == []
 
 
-def test_the_command_pairs_the_responses_of_a_model(tmp_path, capsys) -> None:
-    task = write_tiny(tmp_path / "tiny")
+def write_config(folder: Path) -> Path:
+    """A task with 32 samples of each of 16 prompts."""
+    task = write_tiny(folder / "tiny")
     config = {
         "model": {"path": str(task / "init"), "random_init": True},
-        "out": str(tmp_path / "answers"),
+        "out": str(folder / "answers"),
         "reward": "tests.tiny:digit_reward",
         "tasks": {
             "sums": {
@@ -67,9 +69,22 @@ def test_the_command_pairs_the_responses_of_a_model(tmp_path, capsys) -> None:
             }
         },
     }
-    (tmp_path / "pairs.yaml").write_text(json.dumps(config))
-    assert main([str(tmp_path / "pairs.yaml"), str(tmp_path / "pairs.jsonl")]) == 0
+    path = folder / "pairs.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_the_command_pairs_the_responses_of_a_model(tmp_path, capsys) -> None:
+    assert main([str(write_config(tmp_path)), str(tmp_path / "pairs.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert 0 < len(rows) <= 16
     assert all(row["chosen"] != row["rejected"] for row in rows)
     assert f"{len(rows)} pairs of 16 prompts" in capsys.readouterr().out
+
+
+def test_without_a_pair_no_file_is_written(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("research.preference_pairs.pairs", lambda examples, answers: [])
+    config = write_config(tmp_path)
+    assert main([str(config), str(tmp_path / "pairs.jsonl")]) == 1
+    assert "no pairs of 16 prompts" in capsys.readouterr().out
+    assert not (tmp_path / "pairs.jsonl").exists()
