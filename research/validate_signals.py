@@ -298,7 +298,9 @@ def page_tables() -> str:
     """The Markdown below the marker in research/signals.md, from the stored results."""
     titles = {"On a pretrained model": REAL_RESULTS, "On the demo's task": RESULTS}
     return "\n".join(
-        f"## {title}\n\n{tables(json.loads(path.read_text()))}" for title, path in titles.items()
+        f"## {title}\n\n{tables(json.loads(path.read_text()))}"
+        for title, path in titles.items()
+        if path.exists()
     )
 
 

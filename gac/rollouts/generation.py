@@ -228,9 +228,7 @@ class Ended(StoppingCriteria):
         return torch.full_like(self.rows, self.stopped)
 
 
-def _processors(
-    params: SamplingParams, lacking: Sequence[int], model: Any
-) -> LogitsProcessorList:
+def _processors(params: SamplingParams, lacking: Sequence[int], model: Any) -> LogitsProcessorList:
     """What changes the logits of a new token: in the end, only the sampled one is possible."""
     processors: list[LogitsProcessor] = [LackingIds(lacking, model)] if lacking else []
     if params.temperature > 0:
