@@ -95,14 +95,15 @@ def generate(
     calls, shortest = len(parts), min(map(len, prompts), default=2)
     reads_each = params.num_generations == 1 or shortest < 2
     if lockstep:  # the forwards must be the same on all ranks
-        calls, reads_each = map(int, largest([calls, reads_each]))  # type: ignore[assignment]
+        most = largest([calls, reads_each])
+        calls, reads_each = int(most[0]), bool(most[1])
     batches = Batches(
         model,
         processors=_processors(params, lacking, model),
         stops=stops,
         pad_token=pad_token,
         lockstep=lockstep,
-        reads_each=bool(reads_each),
+        reads_each=reads_each,
     )
     with sampling_mode(model):
         for part in parts + [[]] * (calls - len(parts)):

@@ -45,6 +45,8 @@ BIASED = {
     "gradient_parts": 2,
 }
 
+SEED = 1  # with its samples, some prompts are solved and some are not
+
 
 def test_every_method_has_golden_values():
     assert sorted([*LOSSES, *SOLVERS]) == sorted(METHODS)
@@ -82,7 +84,7 @@ def one_step(
         rollouts=rollouts,
         eval={},
         micro_batch_size=5,
-        **changes,
+        **{"seed": SEED} | changes,
     )
     trainer = Trainer(config)
     trainer.initial, trainer.updated = float64_copy(trainer.model), []
