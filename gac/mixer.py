@@ -17,6 +17,8 @@ from gac.control.controller import ControllerConfig
 from gac.errors import is_count, require
 from gac.methods import DEFAULT, GAC, METHODS
 from gac.methods.base import Method
+from gac.methods.teacher import TeacherConfig
+from gac.methods.teacher_keys import check_keys, obstacle
 from gac.order import Order
 from gac.step_end import StepResult, end_step, next_mix
 from gac.types import Evidence, Observation, Sampling, StepNeeds
@@ -56,6 +58,10 @@ class Mixer:
     all ranks. Scale losses as for DDP: summed over a rank's micro-batches and averaged over ranks,
     they must give the loss of the step.
 
+    A trainer that has a teacher's log-probs of its rollouts passes `teacher`, and adds
+    `mixer.weight_teacher_loss(loss)`, where the loss is that of `teacher_term`, or of the fused
+    losses' `teacher_logps`. It has a weight of its own, `teacher_coef`, whatever mu is.
+
     Args:
         controller: a ControllerConfig, or any method, also your own, whose `needs` are a subset of
             `measures`, and which leaves the trainer its rollouts and their loss. None: the default
@@ -65,10 +71,11 @@ class Mixer:
         seed: seed of the order of the demonstrations.
         measures: what the trainer measures. One that calls `observe_rewards` in every step passes
             `MEASURED._replace(rewards=True)`.
+        teacher: `loss`, `coef` and `top_k` of the teacher's term; None: the trainer has no teacher.
 
     Raises:
-        ValueError: the method needs something that the trainer does not measure, or an argument is
-            invalid.
+        ValueError: the method needs something that the trainer does not measure, it cannot have a
+            teacher, or an argument is invalid.
     """
 
     def __init__(
@@ -79,9 +86,12 @@ class Mixer:
         batch: int,
         seed: int = 0,
         measures: StepNeeds = MEASURED,
+        teacher: TeacherConfig | None = None,
     ) -> None:
         require(is_count(batch, 1), "batch", batch, "a number of demonstrations >= 1")
-        self.method = resolve_method(controller, measures)
+        self.method = resolve_method(controller, measures._replace(teacher=teacher is not None))
+        self.teacher = None if teacher is None else resolve_teacher(self.method, teacher)
+        """The loss of the teacher's log-probs; None: the trainer has no teacher."""
         self.spec: LossSpec = self.method.loss(LossSpec()).spec
         """Weighting and reduction of the demonstration loss; the other fields are not used."""
         self.batch = batch
@@ -95,6 +105,11 @@ class Mixer:
     def mu(self) -> float:
         """The weight of the demonstrations in the current step."""
         return self._mix.mu
+
+    @property
+    def scale(self) -> float:
+        """The factor of both terms: 1, unless the method's weights have another sum."""
+        return self._mix.scale
 
     @property
     def final(self) -> bool:
@@ -114,6 +129,24 @@ class Mixer:
         """Multiply the demonstration loss of a micro-batch (0-d) by its weight, mu."""
         self._demo_losses.append(loss.detach())
         return self._mix.pair.demo * loss
+
+    @property
+    def teacher_coef(self) -> float:
+        """The weight of the teacher's loss in the current step; 0 without a teacher."""
+        if self.teacher is None:
+            return 0.0
+        return self.teacher.coef if self._mix.teacher is None else self._mix.teacher
+
+    def weight_teacher_loss(self, loss: Tensor) -> Tensor:
+        """Multiply the teacher's loss of a micro-batch (0-d) by its weight, `teacher_coef`.
+
+        Raises:
+            ValueError: this mixer has no teacher.
+        """
+        if self.teacher is None:
+            raise ValueError("teacher=None: give the mixer a gac.methods.TeacherConfig")
+        self._teacher_losses.append(loss.detach())
+        return self.teacher_coef * loss
 
     def observe(self, moments: TokenMoments | None) -> None:
         """Add the statistics of a micro-batch, which may have rows of either kind or of both.
@@ -142,17 +175,18 @@ class Mixer:
 
         Returns:
             mu, the method's own columns (mu_star, prior, alpha, ...), rollout_loss, demo_loss,
-            sft_variance, rl_variance, disagreement, kl and demo_tokens; values that were not
-            measured are left out.
+            teacher_loss, sft_variance, rl_variance, disagreement, kl and demo_tokens; values that
+            were not measured are left out.
 
         Raises:
             RuntimeError: ranks differ in mu, or something that the method needs was not measured.
         """
-        result = self._step_result(group)
+        result, teacher_loss = self._step_result(group)
         row, self._state, self._mix = end_step(self.method, self._state, result)
         self._step += 1
         self._clear()
         row["demo_tokens"] = float(result.moments.demo_tokens)
+        row["teacher_loss"] = teacher_loss
         # the trainer's own log has the others
         names = row.keys() - {"step", "reward_mean", "demo_entropy", "clip_fraction"}
         return {
@@ -165,19 +199,21 @@ class Mixer:
         self._moments = TokenMoments.zeros()
         self._rollout_losses: list[Tensor] = []
         self._demo_losses: list[Tensor] = []
+        self._teacher_losses: list[Tensor] = []
         self._rewards = torch.zeros(3, dtype=torch.float64)  # number, sum and sum of squares
 
-    def _step_result(self, group: dist.ProcessGroup | None) -> StepResult:
-        """What the step measured, over all ranks, on the CPU."""
+    def _step_result(self, group: dist.ProcessGroup | None) -> tuple[StepResult, float | None]:
+        """What the step measured, over all ranks, on the CPU, and the teacher's loss, if any."""
         needs = self.method.needs(self._step)
         moments = self._moments
         device = moments.totals.device
         zero = moments.totals.new_zeros(())
         losses = [
             sum((x.double() for x in term), zero)
-            for term in (self._rollout_losses, self._demo_losses)
+            for term in (self._rollout_losses, self._demo_losses, self._teacher_losses)
         ]
-        own = torch.tensor([self.mu], dtype=torch.float64, device=device)
+        known = [self.mu, float(len(self._teacher_losses))]
+        own = torch.tensor(known, dtype=torch.float64, device=device)
         table = self._gather(
             torch.cat([own, torch.stack(losses), self._rewards.to(device), moments.rollouts]),
             moments,
@@ -189,16 +225,17 @@ class Mixer:
                 "on all of them"
             )
         total = TokenMoments.merged(
-            [TokenMoments(row[6:13], row[19:], row[13:19]) for row in table]
+            [TokenMoments(row[8:15], row[21:], row[15:21]) for row in table]
         )
         if total.rollout_tokens + total.demo_tokens == 0:
             raise RuntimeError("no statistics since the last close(): call observe() in every step")
-        rollout_loss, demo_loss = table[:, 1:3].mean(0).tolist()
-        number, reward_sum, square_sum = table[:, 3:6].sum(0).tolist()
-        self._check_measured(needs, total, number)
+        rollout_loss, demo_loss, teacher_loss = table[:, 2:5].mean(0).tolist()
+        number, reward_sum, square_sum = table[:, 5:8].sum(0).tolist()
+        taught = bool(table[:, 1].any())
+        self._check_measured(needs, total, rewards=number, taught=taught)
         evidence = Evidence(self._step, total) if needs.signals else None
         mean = reward_sum / number if number else None
-        return StepResult(
+        result = StepResult(
             number=self._step,
             mix=self._mix,
             needs=needs,
@@ -209,15 +246,26 @@ class Mixer:
             reward_variance=None if mean is None else square_sum / number - mean * mean,
             evidence=evidence,
         )
+        return result, teacher_loss if taught else None
 
-    def _check_measured(self, needs: StepNeeds, total: TokenMoments, rewards: float) -> None:
-        """Raise RuntimeError if the trainer did not measure what the method needs in this step."""
+    def _check_measured(
+        self, needs: StepNeeds, total: TokenMoments, *, rewards: float, taught: bool
+    ) -> None:
+        """Raise RuntimeError if the trainer did not measure what the method needs in this step.
+
+        rewards: their number. taught: whether the teacher's loss was given.
+        """
         if not total.rollout_tokens:
             return
         if needs.kl and not needs.kl_optional and math.isnan(total.kl):
             raise RuntimeError(
                 f"controller={self.method.name} follows the KL to the reference policy, which is "
                 "not measured (kl=nan): use the trainer's KL loss, or another controller"
+            )
+        if self.teacher is not None and not taught:
+            raise RuntimeError(
+                f"teacher={self.teacher.loss}: the step has rollouts, but no loss of the teacher: "
+                "call weight_teacher_loss() in every step"
             )
         if needs.rewards and not rewards:
             raise RuntimeError(
@@ -330,6 +378,35 @@ def resolve_method(
     return method
 
 
+def resolve_teacher(method: Method, teacher: TeacherConfig) -> TeacherConfig:
+    """The teacher's term of a method inside another trainer, which scores the rollouts itself.
+
+    Raises:
+        ValueError: a key belongs to a teacher of `gac train`, the method sets it, or the method
+            cannot have a teacher; the message names it.
+    """
+    if not isinstance(teacher, TeacherConfig):
+        raise ValueError(f"teacher={teacher!r}: use a gac.methods.TeacherConfig")
+    for key, default in (("path", None), ("self", False)):
+        value = getattr(teacher, key)
+        if value != default:
+            raise ValueError(
+                f"teacher.{key}={value!r}: another trainer scores the rollouts itself: remove the "
+                "key, and pass the teacher's log-probs"
+            )
+    if teacher.whole:
+        raise ValueError("teacher.top_k=None: another trainer passes K tokens: use a number")
+    used = method.teacher(teacher)
+    check_keys(method, teacher, used)
+    needs = StepNeeds.union(map(method.needs, range(CHECKED_STEPS)))
+    if reason := obstacle(method, needs, method.loss(LossSpec())):
+        raise ValueError(
+            f"teacher={used.loss}: method {method.name!r} {reason}: leave the teacher out, or use "
+            "gac or constant-alarm"
+        )
+    return used
+
+
 def _as_method(config: ControllerConfig) -> Method:
     """The method with the options of `config`, and the paper's proxies as signals."""
     try:
@@ -376,6 +453,29 @@ def refuse(trainer: str, options: dict[str, tuple[bool, str]]) -> None:
     for option, (is_set, fix) in options.items():
         if is_set:
             raise ValueError(f"{trainer} does not support {option}: {fix}")
+
+
+def teacher_term(
+    logps: Tensor,  # [B, T]: token log-probabilities under the policy
+    mask: Tensor,  # [B, T]: nonzero for tokens that are trained on
+    teacher_logps: Tensor,  # [B, T]: of the same tokens; nan where no teacher has scored them
+    *,
+    loss: str,  # of `LossSpec.teacher_loss`: "k2" or "k3"
+    reduction: str = "token",  # of `LossSpec.rollout_reduction`
+    norm: float | Tensor | None = None,  # number of tokens or rows of the step; None: of the batch
+) -> Tensor:
+    """Compute the teacher's loss of a batch of rollouts, 0-d, differentiable in `logps`."""
+    known = (mask != 0) & ~teacher_logps.isnan()
+    spec = LossSpec(teacher_coef=1.0, teacher_loss=loss, rollout_reduction=reduction)
+    return loss_from_logprobs(
+        logps,
+        torch.where(known, 0, -100),
+        torch.zeros(len(logps), device=logps.device),
+        teacher_logps=teacher_logps.nan_to_num(),
+        rollout_norm=norm,
+        moments=False,
+        spec=spec,
+    ).loss
 
 
 def rollout_moments(

@@ -99,8 +99,8 @@ class Frozen(nn.Module):
 
 
 def share_frozen(model: Any, first: int) -> Frozen:
-    """Put the layers before layer `first` of a model like Llama, with adapters, into a `Frozen`."""
-    inner = model.get_base_model().model
+    """Put the layers before layer `first` of a model like Llama into a `Frozen`."""
+    inner = (model.get_base_model() if hasattr(model, "get_base_model") else model).model
     frozen = Frozen(inner.layers[:first])
     inner.layers = nn.ModuleList([frozen, *inner.layers[first:]])
     inner.config.num_hidden_layers = len(inner.layers)
@@ -154,19 +154,34 @@ def sample(examples: Sequence[Example], engine: Engine) -> list[Rollout]:
     return [Rollout(e.prompt, done := row[len(e.prompt) :], [1] * len(done)) for e, row in pairs]
 
 
+def answer_logits(model: Any, rows: Sequence[Row], length: int) -> Tensor:
+    """Logits [S, length, V] at the first `length` tokens of each row's answer, given its start."""
+    batch = collate(rows, 0)
+    index = torch.arange(len(rows))[:, None]
+    with inference(model):
+        head = run_head(model, **batch.model_inputs)
+        assert head.hidden is not None
+        assert head.weight is not None
+        at = answer_positions(rows, length)
+        return head.hidden[index, at - 1].to(head.weight.dtype) @ head.weight.T
+
+
+def answer_positions(rows: Sequence[Row], length: int) -> Tensor:
+    """The indices [S, length] of the first `length` tokens of each row's answer."""
+    return torch.tensor([row.start for row in rows])[:, None] + torch.arange(length)
+
+
 def greedy_matches(model: Any, rows: Sequence[Row], length: int) -> list[bool]:
     """Whether greedy decoding of `length` tokens after each prompt writes the row's own tokens.
 
     It does exactly if each of them is the most likely one after those before it: one forward tells.
     """
-    batch = collate(rows, 0)
-    index = torch.arange(len(rows))[:, None]
-    start = torch.tensor([row.start for row in rows])[:, None]
-    at = start + torch.arange(length)  # [S, length]
-    with inference(model):
-        head = run_head(model, **batch.model_inputs)
-        assert head.hidden is not None
-        assert head.weight is not None
-        hidden = head.hidden[index, at - 1].to(head.weight.dtype)
-        chosen = (hidden @ head.weight.T).argmax(-1)
-    return (chosen == batch.model_inputs["input_ids"][index, at]).all(1).tolist()
+    chosen = answer_logits(model, rows, length).argmax(-1)
+    return is_answer(chosen, rows).tolist()
+
+
+def is_answer(tokens: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Whether the tokens [S, length] are the first ones of each row's own answer, bool [S]."""
+    at = answer_positions(rows, tokens.shape[1]).tolist()
+    own = [[row.ids[i] for i in positions] for row, positions in zip(rows, at, strict=True)]
+    return (tokens == torch.tensor(own)).all(1)

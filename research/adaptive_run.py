@@ -153,7 +153,7 @@ class Study:
     ) -> None:
         self.model, self.results, self.changes = model, results, dict(changes or {})
         self.problems, self.steps = held_out(evaluated), steps
-        self.commit = _commit()
+        self.commit = commit()
         self.first = first
         self.loaded: Any = None
         self.tokenizer: Any = None
@@ -289,7 +289,8 @@ def _short(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The short hash of the checkout's commit."""
     result = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent,

@@ -20,15 +20,18 @@ from swift.trainers.trainer_factory import TrainerFactory
 from swift.utils import to_device
 from torch import Tensor
 
-from gac.config import choose
+from gac.config import choose, load
+from gac.errors import UserError
 from gac.methods import DEFAULT, METHODS
-from gac.mixer import Mixer, refuse
+from gac.methods.teacher import TeacherConfig
+from gac.mixer import Mixer, refuse, teacher_term
 from gac.models.head import attach_head
 from gac.rows import Row
 
 from .hf_trainer import StepMixin, base_model, unsupported_options
 
-METHOD_ENV = "GAC_METHOD"  # an environment variable: swift's command line cannot be extended
+# environment variables: swift's command line cannot be extended
+METHOD_ENV, TEACHER_ENV = "GAC_METHOD", "GAC_TEACHER"
 
 
 class GACGRPOTrainer(StepMixin, GRPOTrainer):
@@ -36,7 +39,8 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
 
     Uses `chord_sft_per_device_train_batch_size` demonstrations per process and micro-batch. The
     environment variable GAC_METHOD gives the method as JSON: a name, or a mapping with its name and
-    fields.
+    fields. With a teacher of swift's, GAC_TEACHER gives its loss and weight, such as
+    {"loss": "k2", "coef": 0.5}; without it, swift's own term stays in swift's loss.
     """
 
     def _prepare_chord_dataset(self) -> None:
@@ -55,6 +59,7 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
             rows=len(self.chord_sft_dataset),
             batch=slots * self.args.chord_sft_per_device_train_batch_size,
             seed=self.args.seed,
+            teacher=_teacher(self),
         )
         attach_head(base_model(self))
 
@@ -69,13 +74,30 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         if self.overlong_filter:
             mask = mask & ~grpo_batch.truncated_mask[:, None]
         ref = grpo_batch.ref_per_token_logps
+        teacher_loss = self._teacher_loss(mask, grpo_batch)
         self.observe_rollouts(mask, grpo_batch.advantages, ref)
         # Trainer divides the returned loss by the number of micro-batches
         micro_batches = self.current_gradient_accumulation_steps
         loss = self.mixer.weight_rollout_loss(rollout_loss / micro_batches)
         loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
+        if teacher_loss is not None:
+            loss = loss + self.mixer.weight_teacher_loss(teacher_loss / micro_batches)
         self.end_micro_batch()
         return micro_batches * loss, metrics
+
+    def _teacher_loss(self, mask: Tensor, grpo_batch: Any) -> Tensor | None:
+        """The mean over the micro-batch's tokens, from swift's log-probs of its teacher."""
+        teacher = self.mixer.teacher
+        if teacher is None:
+            return None
+        if grpo_batch.teacher_per_token_logps is None:
+            raise ValueError(
+                f"{TEACHER_ENV}: the batch has no teacher_per_token_logps: set --teacher_model or "
+                "another teacher of swift's, or leave the variable out"
+            )
+        assert self._rollout_scores is not None
+        logps, _ = self._rollout_scores
+        return teacher_term(logps, mask, grpo_batch.teacher_per_token_logps, loss=teacher.loss)
 
     def _compute_loss_chunked(self, *args: Any, **keywords: Any) -> Tensor:
         raise ValueError("chunked micro-batches (dynamic_num_samples) are not supported")
@@ -102,6 +124,33 @@ class GACGRPOTrainer(StepMixin, GRPOTrainer):
         names = {"input_ids", "attention_mask", "position_ids"} & set(batch)
         inputs = {name: batch[name] for name in names}
         return self.score_demos(model, inputs, targets, counts).loss
+
+
+def _teacher(trainer: Any) -> TeacherConfig | None:
+    """The teacher's term that `TEACHER_ENV` describes, or None.
+
+    Raises:
+        ValueError: swift's loss has a term of the teacher as well, or the loss needs K tokens.
+    """
+    if TEACHER_ENV not in os.environ:
+        return None
+    try:
+        teacher = load(TeacherConfig, {"loss": "k2", **json.loads(os.environ[TEACHER_ENV])})
+    except (UserError, TypeError, ValueError) as error:
+        raise ValueError(f"{TEACHER_ENV}={os.environ[TEACHER_ENV]!r}: {error}") from error
+    if teacher.candidates is not None:
+        raise ValueError(
+            f"{TEACHER_ENV}: loss={teacher.loss!r}: swift scores the sampled tokens: use k2 or k3"
+        )
+    for name in ("teacher_kl_coef", "sdar_loss_coef", "advantage_reweight"):
+        value = getattr(trainer.args, name, None)
+        if value:
+            fix = "leave it out" if isinstance(value, str) else "set it to 0"
+            raise ValueError(
+                f"{TEACHER_ENV}: {name}={value!r} adds the same teacher to swift's own loss: "
+                f"{fix}, or unset the variable"
+            )
+    return teacher
 
 
 def _num_targets(row: dict[str, Any]) -> int:

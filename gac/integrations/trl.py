@@ -8,21 +8,25 @@ options.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 from trl import GRPOTrainer
 
 from gac.control.controller import ControllerConfig
 from gac.errors import is_count, require
 from gac.methods import Method
+from gac.methods.teacher import TeacherConfig
 from gac.mixer import MEASURED, Mixer, refuse
-from gac.models.head import attach_head
+from gac.models.head import attach_head, run_head
 from gac.rows import collate
-from gac_kernels.heads.trl.grpo import FusedGRPOMixin
+from gac_kernels.contract import IGNORE
+from gac_kernels.heads.trl.grpo import FusedGRPOMixin, FusedLoss, Inexpressible
+from gac_kernels.heads.trl.head import with_gradient
 
 from .demonstrations import row_of, tokenized
 from .hf_trainer import StepMixin, base_model, unsupported_options
@@ -35,14 +39,22 @@ logger = logging.getLogger(__name__)
 class GACMixin(StepMixin, FusedGRPOMixin):
     """Mixin that adds demonstrations to a trainer.
 
-    List it before GRPOTrainer, or a subclass of it, among the bases. It adds three arguments and
+    List it before GRPOTrainer, or a subclass of it, among the bases. It adds five arguments and
     logs gac/mu, gac/mu_star, gac/alpha, gac/prior, gac/rollout_loss, gac/demo_loss,
-    gac/sft_variance, gac/rl_variance, gac/disagreement and, with a reference model, gac/kl.
+    gac/sft_variance, gac/rl_variance, gac/disagreement and, with a reference model, gac/kl, with a
+    teacher gac/teacher_loss.
+
+    A teacher's loss on the rollouts is added in the pass of the fused loss, with a weight that does
+    not depend on mu. Without a `teacher_model`, a subclass adds `teacher_logps` and, for K tokens,
+    `teacher_ids` to the result of `_generate_and_score_completions`: [B, T], or [B, T, K] both, of
+    the completions' tokens at the sampling temperature. Ids of -100 in a row: it has no teacher.
 
     Args:
         demo_dataset: a Dataset with prompt and completion (texts or messages), or messages.
         demo_batch: demonstrations per optimizer step, over all processes.
         controller: a ControllerConfig or a method, see `gac.Mixer`; None = the default method.
+        teacher: the teacher's loss, its weight and K; None: the default one if there is a model.
+        teacher_model: scores the rollouts, with the policy's tokenizer.
 
     Raises:
         TypeError: demo_dataset is not a Dataset.
@@ -58,6 +70,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         demo_dataset: Dataset,
         demo_batch: int,
         controller: ControllerConfig | Method | None = None,
+        teacher: TeacherConfig | None = None,
+        teacher_model: PreTrainedModel | None = None,
         **keywords: Any,
     ) -> None:
         if not isinstance(demo_dataset, Dataset):
@@ -75,7 +89,9 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             batch=demo_batch,
             seed=self.args.seed,
             measures=MEASURED._replace(rewards=True),
+            teacher=TeacherConfig() if teacher is None and teacher_model is not None else teacher,
         )
+        self.teacher_model = self._prepared(teacher_model)
         template = {
             "tools": getattr(self, "tools", None) or None,
             "chat_template": getattr(self, "chat_template", None),
@@ -108,6 +124,83 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             self._rewards = weighted.nansum(1)[rank::ranks]
         return by_function
 
+    # ---- the teacher
+
+    def _prepared(self, teacher: PreTrainedModel | None) -> Any:
+        """The teacher, ready to score on this rank."""
+        if teacher is None:
+            return None
+        assert self.mixer.teacher is not None
+        attach_head(teacher)
+        sizes = [m.get_input_embeddings().weight.shape[0] for m in (teacher, base_model(self))]
+        k, self._teacher_vocabulary = self.mixer.teacher.candidates or 0, sizes[1]
+        if k > min(sizes):
+            raise ValueError(
+                f"teacher.top_k={k}: the vocabulary has {min(sizes)} tokens: use a smaller number"
+            )
+        return self.accelerator.prepare_model(teacher, evaluation_mode=True)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.teacher_model is not None and self.model.training:
+            ids, mask = (
+                torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], 1)
+                for kind in ("ids", "mask")
+            )
+            size, length = self.args.per_device_train_batch_size, batch["completion_ids"].shape[1]
+            parts = [
+                self._teacher_scores(*part, length)
+                for part in zip(ids.split(size), mask.split(size), strict=True)
+            ]
+            batch |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return batch
+
+    @torch.no_grad()
+    def _teacher_scores(self, ids: Tensor, mask: Tensor, length: int) -> dict[str, Tensor]:
+        """The teacher's log-probs of the last `length` tokens of rows [B, T], as loss inputs."""
+        assert self.mixer.teacher is not None
+        k = self.mixer.teacher.candidates
+        head = run_head(self.teacher_model, input_ids=ids, attention_mask=mask)
+        if k is None:
+            targets = ids.roll(-1, 1).masked_fill(mask.roll(-1, 1) == 0, IGNORE)
+            logps, _ = head.logprobs(targets, self.temperature)
+            return {"teacher_logps": logps[:, -length - 1 : -1]}
+        every = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        at = every[:, -length - 1 : -1].flatten()
+        logps, top = head.top_logprobs(at, k, self.temperature, self._teacher_vocabulary)
+        shape = len(ids), length, k
+        return {"teacher_logps": logps.view(shape), "teacher_ids": top.view(shape)}
+
+    def _fused_loss(self, inputs: dict[str, Any]) -> FusedLoss:
+        request = super()._fused_loss(inputs)
+        teacher = self.mixer.teacher
+        if teacher is None or not self.model.training:
+            return request
+        if self._entropy_bonus_enabled:  # changes the divisor of the fused loss
+            raise Inexpressible("a teacher with an entropy bonus")
+        names = (
+            ["teacher_logps"] if teacher.candidates is None else ["teacher_logps", "teacher_ids"]
+        )
+        for name in names:
+            if name not in inputs:
+                raise ValueError(
+                    f"{name} is missing in the batch: teacher.loss={teacher.loss!r} needs it: add "
+                    "it to the result of _generate_and_score_completions, or pass teacher_model"
+                )
+            request.keywords[name] = inputs[name]
+        # the whole gradient; it is multiplied by the scale of the mixture later
+        coef = self.mixer.teacher_coef / self.mixer.scale
+        spec = replace(request.keywords["spec"], teacher_coef=coef, teacher_loss=teacher.loss)
+        request.keywords |= {"mu": self.mixer.mu, "spec": spec}
+        return request
+
+    def _report(self, option: str) -> None:
+        if self.mixer.teacher is not None:
+            raise ValueError(f"teacher: the fused loss, to which it is added, lacks {option}")
+        super()._report(option)
+
+    # ---- the loss
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         if "pixel_values" in inputs:
             raise ValueError("the prompts contain images: GACTrainer supports text only")
@@ -120,10 +213,23 @@ class GACMixin(StepMixin, FusedGRPOMixin):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         ref = inputs.get("ref_per_token_logps")
         self.observe_rollouts(mask, inputs["advantages"], ref)
-        loss = self.mixer.weight_rollout_loss(rollout_loss)
+        loss = self._weighted(rollout_loss)
         loss = loss + self.mixer.weight_demo_loss(self._demo_loss(model))
         self.end_micro_batch()
         return loss
+
+    def _weighted(self, rollout_loss: Tensor) -> Tensor:
+        """The rollouts' loss and the teacher's, with their weights.
+
+        With a teacher, the gradient of `rollout_loss` is that of both, but for the scale.
+        """
+        if self.mixer.teacher is None:
+            return self.mixer.weight_rollout_loss(rollout_loss)
+        assert self.rollout_out is not None  # or `_report` has raised an error
+        assert self.rollout_out.teacher_loss is not None
+        value = self.mixer.weight_rollout_loss(rollout_loss.detach())
+        value = value + self.mixer.weight_teacher_loss(self.rollout_out.teacher_loss)
+        return with_gradient(value, self.mixer.scale * rollout_loss)
 
     def _demo_loss(self, model: torch.nn.Module) -> Tensor:
         """This rank's demonstration loss for the micro-batch; see `score_demos`."""

@@ -5,7 +5,8 @@
     +actor_rollout_ref.actor.policy_loss.demo_batch=64
 
 verl's own policy loss, in any mode, is unchanged and weighted by 1 - mu. In each optimizer step,
-the actor makes a second pass over the step's demonstrations, weighted by mu.
+the actor makes a second pass over the step's demonstrations, weighted by mu. With
+`distillation.enabled`, verl's loss of its teacher keeps its own weight, whatever mu is.
 docs/integrations/verl.md lists unsupported options.
 """
 
@@ -27,10 +28,12 @@ from verl.single_controller.base.decorator import (
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from gac.config import choose
 from gac.methods import DEFAULT, METHODS
+from gac.methods.teacher import TeacherConfig
 from gac.mixer import Mixer, refuse, resolve_method, rollout_moments
 from gac.rows import Row
 from gac_kernels import loss_from_logprobs
@@ -139,6 +142,7 @@ class TwoPassStep:
             rows=len(self.demos),
             batch=options.demo_batch,
             seed=options.demo_seed,
+            teacher=self._teacher(),
         )
         self.engine_forward_backward = engine.forward_backward_batch
         engine.forward_backward_batch = self.forward_backward
@@ -152,11 +156,38 @@ class TwoPassStep:
             self.engine_forward_backward(self.demo_data(data), self.demo_loss)
         return output
 
-    def rollout_loss(self, model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
-        """verl's own loss, weighted by 1 - mu; reports the scored rollouts to the mixer."""
-        loss, metrics = self.policy_loss(model_output=model_output, data=data, dp_group=dp_group)
+    def _teacher(self) -> TeacherConfig | None:
+        """The weight of verl's loss of its teacher, which is verl's own; None: no teacher."""
+        distillation = getattr(self.policy_loss, "keywords", {}).get("distillation_config")
+        if distillation is None:
+            return None
+        options = distillation.distillation_loss
+        if not options.use_task_rewards:
+            raise ValueError(
+                "distillation.distillation_loss.use_task_rewards=False: without a loss of the "
+                "rollouts there is nothing to mix with demonstrations: set it to True"
+            )
+        return TeacherConfig(loss="k2", coef=options.distillation_loss_coef)
+
+    def rollout_loss(
+        self,
+        model_output: Any = None,
+        data: TensorDict | None = None,
+        dp_group: Any = None,
+        **keywords: Any,
+    ) -> Any:
+        """verl's own loss, weighted by 1 - mu; reports the scored rollouts to the mixer.
+
+        With a teacher's top-K log-probs, verl calls it first with `student_logits`, for the
+        divergence of each token.
+        """
+        if model_output is None:
+            return self.policy_loss(data=data, **keywords)
+        given = {"model_output": model_output, "data": data, "dp_group": dp_group}
+        loss, metrics = self.policy_loss(**given)
         if not torch.is_grad_enabled():
             return loss, metrics
+        assert data is not None
         logps = no_padding_2_padding(model_output["log_probs"].detach(), data)
         entropy = model_output.get("entropy")
         if entropy is not None:
@@ -171,7 +202,15 @@ class TwoPassStep:
             ref_logps=batch.get("ref_log_prob", None),
         )
         self.mixer.observe(moments)
-        return self.mixer.weight_rollout_loss(loss), metrics
+        if self.mixer.teacher is None:
+            return self.mixer.weight_rollout_loss(loss), metrics
+        rewarded, _ = ppo_loss(self.policy_loss.keywords["config"], **given)
+        coef = self.mixer.teacher.coef
+        taught = (loss - rewarded) / coef if coef else torch.zeros_like(loss)
+        return (
+            self.mixer.weight_rollout_loss(rewarded) + self.mixer.weight_teacher_loss(taught),
+            metrics,
+        )
 
     def demo_data(self, data: TensorDict) -> TensorDict:
         """This rank's demonstrations for the step, in the format that verl's engine expects."""

@@ -23,9 +23,10 @@ class SDFT(
 
     The publication prints the reverse KL; its results and its code have the forward KL
     (github.com/idanshen/Self-Distillation, issue 5), over the full vocabulary. Here it is over
-    `teacher.top_k` tokens and one bin for all others. The publication puts the demonstration into
-    the prompt by a template; here the teacher reads the prompt, the demonstration as its response,
-    and the prompt again. Rollouts of a prompt without a demonstration have no loss.
+    `teacher.top_k` tokens and one bin for all others; null: the full vocabulary. The publication
+    puts the demonstration into the prompt by a template; here the teacher reads the prompt, the
+    demonstration as its response, and the prompt again. Rollouts of a prompt without a
+    demonstration have no loss.
     """
 
     update_rate: Share = 0.01

@@ -25,10 +25,11 @@ class SDPG(
     """GRPO plus the reverse KL to the policy that sees the demonstration, and a k2 to the initial.
 
     The KL to the teacher, which has the current weights, is over the full vocabulary in the
-    publication; here it is over `teacher.top_k` tokens and one bin for all others. The released
-    code shows the teacher the answer; here it sees the demonstration. All terms are means over
-    tokens. Prompts without a demonstration are trained without a teacher. The code's warm-up and
-    decay of `coef` and its restriction to responses with a positive advantage are not implemented.
+    publication; here it is over `teacher.top_k` tokens and one bin for all others, and over the
+    full vocabulary with null. The released code shows the teacher the answer; here it sees the
+    demonstration. All terms are means over tokens. Prompts without a demonstration are trained
+    without a teacher. The code's warm-up and decay of `coef` and its restriction to responses with
+    a positive advantage are not implemented.
     """
 
     coef: NonNegative = 1e-3

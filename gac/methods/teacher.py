@@ -29,8 +29,9 @@ class TeacherConfig(Checked):
     """Divergence of policy and teacher. reverse_kl: KL(policy || teacher); forward_kl: KL(teacher
     || policy); both over the teacher's `top_k` tokens and one bin for all others. k2 and k3:
     estimators of the reverse KL from the sampled token (joschu.net/blog/kl-approx.html)."""
-    top_k: Count = setting(32, only_with="loss=forward_kl or loss=reverse_kl")
-    """Number of the teacher's most probable tokens."""
+    top_k: Count | None = setting(32, only_with="loss=forward_kl or loss=reverse_kl")
+    """Number of the teacher's most probable tokens; null: the whole vocabulary, in a pass of its
+    own over the head, with the teacher's hidden states in memory."""
     coef: NonNegative = 1.0
     """Weight of the teacher's loss, which is added to the method's."""
 
@@ -50,5 +51,10 @@ class TeacherConfig(Checked):
 
     @property
     def candidates(self) -> int | None:
-        """Number of tokens that the teacher scores at each position; None: the sampled one."""
+        """Number of tokens that the teacher scores at each position; None: one, or all."""
         return self.top_k if self.loss in TOP_K else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole vocabulary is compared."""
+        return self.loss in TOP_K and self.top_k is None

@@ -20,9 +20,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from gac.errors import ConfigError
 from gac_kernels import (
+    DivergenceOutput,
     LossOutput,
     TokenLossOutput,
     fused_gac_loss,
+    fused_linear_divergence,
     fused_linear_gac_loss,
     fused_linear_token_loss,
     linear_token_logprobs,
@@ -113,6 +115,34 @@ class Head:
         """Call `gac_kernels.fused_linear_token_loss`; the head must have hidden states."""
         return self._linear(
             fused_linear_token_loss, targets, function, *inputs, temperature=temperature
+        )
+
+    def divergence(
+        self, targets: Tensor, teacher: Head, divergence: str, **keywords: Any
+    ) -> DivergenceOutput:
+        """The divergence from a teacher's distributions, by `fused_linear_divergence`.
+
+        targets: [B, T]; -100 = no loss. teacher: with hidden states of the same positions. A longer
+        vocabulary of its head is cut: its padding.
+        """
+        assert self.weight is not None
+        assert teacher.hidden is not None
+        assert teacher.weight is not None
+        size = len(self.weight)
+        operands = teacher.hidden.view(*targets.shape, -1), teacher.weight[:size]
+        scale, softcap = teacher.scaling
+
+        def function(hidden: Tensor, weight: Tensor, targets: Tensor, **given: Any) -> Any:
+            return fused_linear_divergence(hidden, weight, *operands, targets=targets, **given)
+
+        return self._linear(
+            function,
+            targets,
+            divergence=divergence,
+            teacher_bias=None if teacher.bias is None else teacher.bias[:size],
+            teacher_logit_scale=scale,
+            teacher_softcap=softcap,
+            **keywords,
         )
 
     def scaled(self, outputs: Tensor) -> Tensor:

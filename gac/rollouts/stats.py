@@ -67,6 +67,9 @@ class Rollouts:
     """The teacher's log-probs of each row, [n] or [n, K]; empty without a teacher."""
     teacher_ids: list[Tensor] = field(default_factory=list)
     """The tokens of `teacher_logps` [n, K]; empty: those of the rows."""
+    teacher_hidden: list[Tensor] = field(default_factory=list)
+    """The teacher's hidden states of each row, [n, H]; empty without a comparison of the whole
+    vocabulary."""
     collected: list[Example | None] = field(default_factory=list)
     """For each prompt, its example if the demonstration is to be collected, else None; empty
     without `Sampling.collect`."""

@@ -27,7 +27,7 @@ from gac.rows import Batch, Row, engine_logps, loss_divisors, scatter_logps
 from gac.types import Evidence, KLEstimate, Mix, TermPair
 from gac_kernels import DemoWeight, LossOutput, LossSpec, TokenMoments
 from gac_kernels.contract import IGNORE
-from gac_kernels.tokens import outside_trust_region
+from gac_kernels.tokens import BatchInputs, outside_trust_region, plan
 
 from .probes import GradientParts
 from .step import Measured, Step
@@ -93,6 +93,26 @@ class Forward:
             by_sequence |= {row.sequence: x for row, x in zip(micro, parts, strict=True)}
         reshard(model)
         return [by_sequence[row.sequence] for row in rows]
+
+    @torch.no_grad()
+    def hidden_states(
+        self, rows: Sequence[Row], model: nn.Module
+    ) -> tuple[list[Tensor], Head | None]:
+        """The input [n, H] of the head at each row's loss tokens, on the CPU, and the head.
+
+        The head has no hidden states, and is valid until the model is resharded or changed; None:
+        no rank has rows.
+        """
+        by_sequence: dict[int, Tensor] = {}
+        head = None
+        for micro, batch, _, _ in self.batches(rows):
+            head = run_head(model, **batch.model_inputs)
+            assert head.hidden is not None
+            hidden = head.hidden.flatten(0, 1)
+            for start, row in zip(batch.starts, micro, strict=False):
+                by_sequence[row.sequence] = hidden[row.scored(start)].cpu()
+        own = [by_sequence[row.sequence] for row in rows]
+        return own, None if head is None else replace(head, hidden=None)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under their unwrapped names, without DDP's prefix."""
@@ -381,7 +401,8 @@ class Gradients:
     def _teacher_coef(self, step: Step) -> float:
         """The weight of the teacher's loss in `step`; 0 if no teacher has scored its rollouts."""
         own = self.loss.spec.teacher_coef if step.mix.teacher is None else step.mix.teacher
-        return own if step.teacher_logps and self.loss.token is None else 0.0
+        scored = step.teacher_logps or step.teacher_hidden
+        return own if scored and self.loss.token is None else 0.0
 
     def _has_gradient(self, row: Row, mu: float, taught: bool) -> bool:
         """Whether the gradient of `row` may be nonzero if demonstrations have the weight `mu`.
@@ -408,6 +429,7 @@ class Gradients:
     ) -> LossOutput:
         """The weighted loss of micro-batch `rows`, whose tensors are `batch`."""
         norms = TermPair(*(n / rows[0].weight for n in norms)) if rows else norms
+        coef = spec.teacher_coef
         spec = replace(spec, temperature=1.0 if demo else self.forward.temperature)
         measures_kl = step.needs.kl and not self.kl_sample_size
         ref = self.forward.reference_logprobs(batch, demo) if measures_kl else None
@@ -453,7 +475,48 @@ class Gradients:
                 cu_seqlens=batch.cu_seqlens,
                 **keywords,
             )
+        if step.teacher_hidden and sampled and self.loss.token is None:
+            out = self._with_divergence(out, head, step, batch, rows, coef=coef, norms=norms)
         return out if ref is None or spec.kl_estimator == "k3" else with_k3(out, batch, ref)
+
+    def _with_divergence(
+        self,
+        out: LossOutput,
+        head: Head,
+        step: Step,
+        batch: Batch,
+        rows: list[Row],
+        *,
+        coef: float,
+        norms: TermPair,
+    ) -> LossOutput:
+        """Add the divergence from the teacher's whole distributions to the loss of rollouts."""
+        own = [step.teacher_hidden[row.sequence] for row in rows]
+        if own[0].isnan().all():  # no teacher has scored these rows, which are alike in this
+            return out
+        spec = replace(self.loss.spec, temperature=self.forward.temperature)
+        shape = batch.targets.shape if batch.cu_seqlens is None else (-1,)
+        inputs = BatchInputs(
+            targets=batch.targets.reshape(shape),
+            advantages=batch.advantages,
+            is_demo=batch.is_demo,
+            mu=0.0,
+            cu_seqlens=batch.cu_seqlens,
+            rollout_norm=norms.rollout,
+            demo_norm=norms.demo,
+        )
+        tokens = plan(inputs, spec)
+        rollout = (tokens.live & ~tokens.demo).view_as(batch.targets)
+        weight, bias, scale, softcap = step.teacher_head
+        taught = head.divergence(
+            torch.where(rollout, batch.targets, IGNORE),
+            Head(scatter_logps(own, rows, batch), weight, bias, scaling=(scale, softcap)),
+            spec.teacher_loss,
+            token_weights=tokens.weight.view_as(batch.targets),
+            temperature=spec.temperature,
+        )
+        loss = out.loss + coef * taught.loss
+        return out._replace(loss=loss, teacher_loss=taught.loss.detach())
 
 
 def _teacher_inputs(step: Step, rows: Sequence[Row], batch: Batch) -> dict[str, Tensor]:

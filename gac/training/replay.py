@@ -108,7 +108,7 @@ def _merged(parts: Sequence[Step]) -> Step:
         rows += [row._replace(sequence=row.sequence + shift) for row in part.rows]
     joined: dict[str, Any] = {
         name: tuple(x for part in parts for x in getattr(part, name))
-        for name in ("old_logps", "teacher_logps", "teacher_ids")
+        for name in ("old_logps", "teacher_logps", "teacher_ids", "teacher_hidden")
     }
     return dataclasses.replace(parts[0], rows=tuple(rows), **joined)
 

@@ -73,6 +73,10 @@ class Step:
     """
     teacher_ids: tuple[Tensor, ...] = ()
     """The tokens of the teacher's log-probs [n, K], int32; empty: those of the rollouts."""
+    teacher_hidden: tuple[Tensor, ...] = ()
+    """The teacher's hidden states [n, H] in place of its log-probs; nan without a teacher."""
+    teacher_head: tuple[Any, ...] = ()
+    """The fields of the `Head` of `teacher_hidden`, which has no hidden states; empty: none."""
 
     def plain(self) -> dict[str, Any]:
         """Convert to built-in types and tensors, for `restore`."""
@@ -80,6 +84,9 @@ class Step:
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "rows": [tuple(row) for row in self.rows],
             **{key: tuple(getattr(self, key)) for key in _TUPLES},
+            "teacher_head": tuple(
+                x.cpu() if isinstance(x, Tensor) else x for x in self.teacher_head
+            ),
         }
 
     @classmethod

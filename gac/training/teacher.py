@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +18,10 @@ from gac.errors import ConfigError
 from gac.methods.teacher import TeacherConfig
 from gac.models.causal_lm import load_tokenizer
 from gac.models.config import teacher_model
+from gac.models.head import Head
+from gac.models.precision import patched_model
 from gac.models.source import check_vocabulary
+from gac.parallel import sharding
 from gac.parallel.sharding import reshard
 from gac.rows import Row
 from gac.train_config import TrainConfig, plan_of, teacher_of
@@ -45,7 +49,13 @@ def check_teacher_model(
         check_vocabulary(teacher.path, own.get_vocab(), tokenizer.get_vocab())
         keys = "rollouts.max_completion_length or data.max_prompt_tokens"
         check_positions(model, longest, keys)
-    size = min(vocabulary_size(model), vocabulary_size(config.model))
+    sizes = vocabulary_size(model), vocabulary_size(config.model)
+    size = min(sizes)
+    if teacher.whole and sizes[0] < sizes[1]:
+        raise ConfigError(
+            f"teacher.top_k=null: the vocabulary of teacher.path={teacher.path!r} has {sizes[0]} "
+            f"tokens, that of the policy {sizes[1]}: use a number"
+        )
     if (teacher.candidates or 0) > size:
         source = "teacher.self=true" if teacher.path is None else f"teacher.path={teacher.path!r}"
         raise ConfigError(
@@ -71,6 +81,8 @@ class Scores:
     ids: list[Tensor] = field(default_factory=list)
     """int32 [n, K]: the teacher's most probable tokens, -100 in a row without a teacher; empty for
     the tokens themselves."""
+    hidden: list[Tensor] = field(default_factory=list)
+    """[n, H]: the teacher's hidden states, nan in a row without a teacher, in place of both."""
 
     def means(self) -> collectives.Sums:
         """Metrics column -> sum and number: the mass of the tokens that are not in `ids`."""
@@ -98,6 +110,8 @@ class Teacher:
         self.model = forward.model if model is None else model
         self.average: dict[str, Tensor] = {}
         """Weights of a teacher that follows the policy slowly, by name; {}: it has no others."""
+        self.head: tuple[Any, ...] = ()
+        """Weight, bias, scale and softcap of the head of the last `Scores.hidden`."""
         if model is None and config.update_rate < 1:
             self.average = {name: p.detach().clone() for name, p in forward.trainable()}
 
@@ -116,17 +130,35 @@ class Teacher:
             ]
         candidates = self.config.candidates
         with self._with_average():
-            if candidates is None:
+            if self.config.whole:
+                hidden, head = self.forward.hidden_states(seen, self.model)
+                scores = Scores(hidden=hidden)
+                self._keep(head)
+            elif candidates is None:
                 scores = Scores(self.forward.row_logprobs(seen, self.model))
             else:
                 tops = self.forward.top_logprobs(seen, self.model, candidates)
                 scores = Scores([x for x, _ in tops], [ids for _, ids in tops])
         for i, row in enumerate(rows) if self.sees_demos else ():
             if not row.context:
-                scores.logps[i].fill_(math.nan)
+                for values in (scores.logps, scores.hidden):
+                    if values:
+                        values[i].fill_(math.nan)
                 if scores.ids:
                     scores.ids[i].fill_(IGNORE)
         return scores
+
+    def _keep(self, head: Head | None) -> None:
+        """Keep the head of the hidden states: a copy, unless its weights stay what they are."""
+        if head is None:
+            return
+        assert head.weight is not None
+        changes = self.model is self.forward.model or bool(sharding.units(self.model))
+        weight, bias = (
+            x.detach().clone() if changes and x is not None else x for x in (head.weight, head.bias)
+        )
+        self.head = weight, bias, *head.scaling
+        reshard(self.model)
 
     def follow(self) -> None:
         """Take over a share of the policy's weights, after an update."""
@@ -160,4 +192,9 @@ def make_teacher(config: TrainConfig, forward: Forward, model: nn.Module | None)
         return None
     if not teacher.active:  # the method has its own loss of the sampled tokens
         teacher = TeacherConfig(self=True, loss="k2")
+    plain = [patched_model(x).plain_head for x in (forward.model, model) if x is not None]
+    if teacher.whole and not all(plain):
+        raise ConfigError(
+            "teacher.top_k=null: the head of a model is not a linear layer: use a number"
+        )
     return Teacher(teacher, forward, model, sees_demos and model is None)

@@ -415,6 +415,7 @@ class Trainer:
         if self.teacher is not None:
             scores = self.teacher.score(rollouts.rows)
             rollouts.teacher_logps, rollouts.teacher_ids = scores.logps, scores.ids
+            rollouts.teacher_hidden = scores.hidden
             collectives.add_sums(rollouts.means, scores.means())
         if needs.demos and self.plan.collect:
             demos = self.feed.demo_rows(self.step, rollouts.collected)
@@ -437,6 +438,8 @@ class Trainer:
             seed=seeds.derive_seed(seed, self.step, self.accelerator.process_index) + 1,
             teacher_logps=tuple(self.rollouts.teacher_logps if self.rollouts else ()),
             teacher_ids=tuple(self.rollouts.teacher_ids if self.rollouts else ()),
+            teacher_hidden=tuple(self.rollouts.teacher_hidden if self.rollouts else ()),
+            teacher_head=() if self.teacher is None else self.teacher.head,
         )
 
     def _apply(self, step: Step, measured: Measured) -> Update:

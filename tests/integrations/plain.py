@@ -55,6 +55,45 @@ def rollout_term(
     return total / count
 
 
+def teacher_term(
+    model: Any,
+    teacher: Any,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    temperature: float,
+    loss: str,
+    top_k: int = 0,
+) -> Tensor:
+    """The teacher's loss of a step, in the models' dtype: the mean over all completion tokens.
+
+    loss: "k2" and "k3" are of the sampled token, "forward_kl" and "reverse_kl" of the teacher's
+        `top_k` likeliest tokens and one bin for all others.
+    """
+    total, count = torch.zeros(()), 0
+    for batch in batches:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        length = batch["completion_mask"].shape[1]
+        own, other = (
+            (m(input_ids=ids, attention_mask=mask).logits / temperature).log_softmax(-1)
+            for m in (model, teacher)
+        )
+        own, other = own[:, -length - 1 : -1], other[:, -length - 1 : -1].detach()
+        if top_k:
+            chosen = other.topk(top_k).indices
+            pair = [x.gather(-1, chosen) for x in (own, other)]
+            q, p = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in pair)
+            first, second = (q, p) if loss == "reverse_kl" else (p, q)
+            terms = (first.exp() * (first - second)).sum(-1)
+        else:
+            sampled = batch["completion_ids"][..., None]
+            gap = (other - own).gather(-1, sampled)[..., 0]
+            terms = gap**2 / 2 if loss == "k2" else gap.expm1() - gap
+        trained = batch["completion_mask"] != 0
+        total, count = total + terms[trained].sum(), count + int(trained.sum())
+    return total / count
+
+
 def gradient(model: Any, loss: Tensor) -> dict[str, Tensor]:
     """The gradient of `loss` for each trainable parameter."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}

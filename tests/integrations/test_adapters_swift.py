@@ -159,6 +159,53 @@ def test_the_loss_of_a_micro_batch(swift: Any, monkeypatch: Any, overlong: bool)
     assert len(observed) == 1
 
 
+def test_swifts_teacher_has_a_weight_of_its_own(swift: Any, monkeypatch: Any) -> None:
+    trainer = make(swift, micro_batches=4)
+    monkeypatch.setattr(swift, "attach_head", lambda model: None)
+    monkeypatch.setattr(swift, "base_model", lambda trainer: trainer.model)
+    monkeypatch.setenv("GAC_METHOD", '{"name": "constant", "mu": 0.25}')
+    monkeypatch.setenv("GAC_TEACHER", '{"coef": 0.5}')
+    trainer.args.teacher_kl_coef = 0.0
+    trainer._prepare_chord_dataset()
+    monkeypatch.setattr(trainer, "_demo_loss", lambda model: torch.tensor(3.0))
+    logps = torch.tensor([[-0.5, -1.0, -9.0]], requires_grad=True)
+    trainer._rollout_scores = logps, None
+    batch = SimpleNamespace(
+        completion_mask=torch.tensor([[True, True, False]]),
+        advantages=torch.ones(1, 3),
+        ref_per_token_logps=None,
+        teacher_per_token_logps=torch.tensor([[-1.5, -1.0, 0.0]]),
+    )
+    loss, _ = trainer._compute_loss_and_metrics("model", {"loss": torch.tensor(8.0)}, batch)
+    assert loss.item() == 0.75 * 8 + 4 * 0.25 * 3 + 0.5 * (1 / 2) / 2  # k2 of one token of two
+    assert torch.autograd.grad(loss, logps)[0].tolist() == [[0.5 * 1 / 2, 0, 0]]
+    trainer._rollout_scores, batch.teacher_per_token_logps = (logps, None), None
+    with pytest.raises(ValueError, match=r"GAC_TEACHER: .* set --teacher_model"):
+        trainer._compute_loss_and_metrics("model", {"loss": torch.tensor(8.0)}, batch)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "changes", "message"),
+    [
+        ('{"loss": "reverse_kl"}', {}, "GAC_TEACHER: loss='reverse_kl': .* use k2 or k3"),
+        ('{"loss": "k4"}', {}, "GAC_TEACHER=.*loss='k4'"),
+        ('{"weight": 1}', {}, "GAC_TEACHER=.*weight"),
+        ("k2", {}, "GAC_TEACHER='k2': "),
+        ('{"path": "x"}', {}, "teacher.path='x': another trainer scores the rollouts"),
+        ("{}", {"teacher_kl_coef": 1.0}, "teacher_kl_coef=1.0 adds the same .* set it to 0"),
+        ("{}", {"advantage_reweight": "rlsd"}, "advantage_reweight='rlsd' .* leave it out"),
+    ],
+)
+def test_a_teacher_that_cannot_be(
+    swift: Any, monkeypatch: Any, teacher: str, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("GAC_TEACHER", teacher)
+    trainer = make(swift)
+    vars(trainer.args).update(changes)
+    with pytest.raises(ValueError, match=message):
+        trainer._prepare_chord_dataset()
+
+
 def test_demonstrations_that_cannot_be_used(swift: Any) -> None:
     trainer = make(swift)
     trainer.chord_sft_dataset = ROWS

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,12 @@ CONTENTS = {
     "verl.workers.engine_workers": {
         "ActorRolloutRefWorker": ActorWorker,
         "TrainingWorker": Worker,
+    },
+    "verl.workers.utils.losses": {
+        "ppo_loss": lambda config, model_output, data, dp_group: (
+            config.factor * model_output["log_probs"].sum(),
+            {"its own": "are those of the whole loss"},
+        )
     },
     "verl.workers.utils.padding": {"no_padding_2_padding": lambda x, data: x + data["shift"]},
 }
@@ -302,6 +309,47 @@ def test_the_rollout_loss(verl: Any, options: Any) -> None:
     log = mixed.mixer.close()
     assert log["kl"] == pytest.approx(math.exp(-1))
     assert "entropy" not in log
+
+
+def distillation_ppo_loss(config: Any, distillation_config: Any, **given: Any) -> Any:
+    """As verl's: the whole loss, or the divergence of each token if there are `student_logits`."""
+    if "student_logits" in given:
+        return given["student_logits"] * 2, given["data"]
+    options, output = distillation_config.distillation_loss, given["model_output"]
+    taught = output["log_probs"].square().sum()
+    rewarded = config.factor * output["log_probs"].sum()
+    return rewarded + options.distillation_loss_coef * taught, {"distillation/loss": 1}
+
+
+@pytest.mark.parametrize("coef", [0.5, 0.0])
+def test_the_loss_of_verls_teacher_keeps_its_weight(verl: Any, options: Any, coef: float) -> None:
+    loss = SimpleNamespace(use_task_rewards=True, distillation_loss_coef=coef)
+    whole = partial(
+        distillation_ppo_loss,
+        config=SimpleNamespace(factor=3.0),
+        distillation_config=SimpleNamespace(distillation_loss=loss),
+    )
+    mixed = verl.TwoPassStep(Engine(), make_tokenizer(), options, whole)
+    assert mixed.rollout_loss(student_logits=4, data="batch", data_format="thd") == (8, "batch")
+    logps = torch.tensor([[-0.5, -1.5]], requires_grad=True)
+    data = Batch(shift=0.0, response_mask=torch.ones(1, 2), advantages=torch.ones(1, 2))
+    with torch.no_grad():
+        assert mixed.rollout_loss({"log_probs": logps}, data)[0].item() == -6 + coef * 2.5
+    loss, metrics = mixed.rollout_loss({"log_probs": logps}, data, "group")
+    assert loss.item() == 0.75 * -6 + coef * 2.5
+    (gradient,) = torch.autograd.grad(loss, logps)
+    assert gradient.tolist() == [[0.75 * 3 - coef, 0.75 * 3 - 3 * coef]]
+    assert metrics == {"distillation/loss": 1}
+    log = mixed.mixer.close()
+    assert (log["rollout_loss"], log["teacher_loss"]) == (-6, 2.5 if coef else 0)
+
+
+def test_without_a_reward_there_is_nothing_to_mix(verl: Any, options: Any) -> None:
+    loss = SimpleNamespace(use_task_rewards=False, distillation_loss_coef=1.0)
+    config = SimpleNamespace(distillation_loss=loss)
+    whole = partial(distillation_ppo_loss, config=None, distillation_config=config)
+    with pytest.raises(ValueError, match="use_task_rewards=False: .*: set it to True"):
+        verl.TwoPassStep(Engine(), make_tokenizer(), options, whole)
 
 
 def rows_of(data: Any, name: str) -> list[list[int]]:

@@ -22,7 +22,8 @@ from gac.integrations.demonstrations import encode
 from gac.integrations.hf_trainer import unsupported_options
 from gac.methods import CHORD, GAC, METHODS, Constant
 from gac.methods.base import Loss, Method
-from gac.mixer import MEASURED, refuse, resolve_method
+from gac.methods.teacher import TeacherConfig
+from gac.mixer import MEASURED, refuse, resolve_method, teacher_term
 from gac.types import Mix, Observation, State, StepNeeds
 from gac_kernels import LossSpec, TokenMoments, loss_from_logprobs
 from tests import ranks
@@ -140,6 +141,91 @@ def test_state_of_another_run_is_rejected(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
+
+
+def test_a_teacher_has_a_weight_of_its_own():
+    """`teacher_term` against float64, and its sum over the micro-batches of a step."""
+    teacher = TeacherConfig(loss="k3", coef=0.5)
+    mixer = Mixer(Constant(mu=1.0), rows=4, batch=6, teacher=teacher)
+    g = torch.Generator().manual_seed(0)
+    logps, other = (-3 * torch.rand(6, 5, generator=g) for _ in range(2))
+    mask, other[1, 2] = torch.rand(6, 5, generator=g) < 0.7, math.nan
+    logps.requires_grad_()
+    known = mask & ~other.isnan()
+    assert known.sum() < mask.sum()
+    exact = logps.detach().double().requires_grad_()
+    gap = (other.double() - exact)[known]
+    for reduction, norm in (("token", 3), ("sequence", 2.5)):
+        loss = teacher_term(logps, mask, other, loss=teacher.loss, reduction=reduction, norm=norm)
+        terms = torch.zeros_like(exact).masked_scatter(known, gap.expm1() - gap)
+        per_row = terms.sum(1) / known.sum(1) if reduction == "sequence" else terms.sum(1)
+        expected = per_row.sum() / norm
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        ours, theirs = (
+            torch.autograd.grad(x, leaf, retain_graph=True)[0]
+            for x, leaf in ((mixer.weight_teacher_loss(loss), logps), (0.5 * expected, exact))
+        )
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-5, atol=1e-7)
+    mixer.observe(moments(0, demo=False))
+    logged = mixer.close()["teacher_loss"]
+    assert logged == pytest.approx(
+        sum(
+            teacher_term(logps, mask, other, loss="k3", reduction=r, norm=n).item()
+            for r, n in (("token", 3), ("sequence", 2.5))
+        )
+    )
+    mixer.observe(moments(0, demo=False))
+    with pytest.raises(RuntimeError, match=r"^teacher=k3: .* weight_teacher_loss\(\)"):
+        mixer.close()
+    with pytest.raises(ValueError, match="^teacher=None: "):
+        Mixer(rows=4, batch=6).weight_teacher_loss(torch.tensor(1.0))
+
+
+@dataclass(frozen=True)
+class Fading(Constant):
+    """Sets the teacher's loss and its weight."""
+
+    def teacher(self, base: TeacherConfig) -> TeacherConfig:
+        return replace(base, loss="k2")
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(0.5, teacher=1 / (1 + last.step))
+
+
+def test_a_method_sets_the_teachers_loss_and_weight():
+    mixer = Mixer(Fading(), rows=9, batch=6, teacher=TeacherConfig())
+    assert mixer.teacher is not None
+    assert mixer.teacher.loss == "k2"
+    weights = []
+    for t in range(3):
+        weights.append(mixer.teacher_coef)
+        mixer.weight_teacher_loss(torch.tensor(1.0))
+        step(mixer, t)
+    assert weights == [1, 1 / 2, 1 / 3]
+    assert Mixer(Fading(), rows=9, batch=6).teacher_coef == 0
+
+
+REFUSED = {
+    "a model": ({"path": "x"}, Constant(), "teacher.path='x': another trainer scores"),
+    "the policy itself": ({"self": True}, Constant(), "teacher.self=True: another trainer"),
+    "the method's own": ({"loss": "k3"}, Fading(), "teacher.loss='k3': .* sets it to 'k2'"),
+    "hidden states": ({"top_k": None}, Constant(), "teacher.top_k=None: .* use a number"),
+    "a loss without a mean gradient": ({"loss": "k1"}, Constant(), "loss='k1'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_teacher_that_cannot_be_is_refused(name: str):
+    keys, method, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        Mixer(method, rows=9, batch=6, teacher=TeacherConfig(**keys))
+    assert "\n" not in str(error.value)
+
+
+def test_a_teacher_must_be_described():
+    for value in ("k2", True):
+        with pytest.raises(ValueError, match=rf"^teacher={value!r}: use a .*TeacherConfig"):
+            Mixer(Constant(), rows=9, batch=6, teacher=value)
 
 
 class Taught(Constant):

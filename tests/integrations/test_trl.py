@@ -20,6 +20,7 @@ from gac.demo import task  # noqa: E402 - after the skips
 from gac.imports import load_object  # noqa: E402 - after the skips
 from gac.integrations.demonstrations import row_of  # noqa: E402 - after the skips
 from gac.methods import GAC, METHODS, Constant  # noqa: E402 - after the skips
+from gac.methods.teacher import TeacherConfig  # noqa: E402 - after the skips
 from gac.order import Order  # noqa: E402 - after the skips
 from gac_kernels import DemoWeight  # noqa: E402 - after the skips
 from gac_kernels.heads.trl.head import missing_hook  # noqa: E402 - after the skips
@@ -75,6 +76,103 @@ def test_step_gradient_matches_plain_torch(
         plain.relative_error(recorder.gradients[0], plain.gradient(reference, expected)) < TOLERANCE
     )
     assert recording.column(trainer, "gac/demo_loss")[0] == pytest.approx(demos.item(), rel=1e-5)
+
+
+TEACHERS = {
+    "reverse KL": TeacherConfig(loss="reverse_kl", top_k=5, coef=0.7),
+    "forward KL": TeacherConfig(loss="forward_kl", top_k=3),
+    "sampled": TeacherConfig(loss="k3", coef=2.0),
+}
+
+
+@needs_hook
+@pytest.mark.parametrize("mu", [MU, 1.0])
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_teacher_adds_its_gradient_whatever_mu_is(
+    model: Path, tmp_path: Path, name: str, mu: float
+):
+    """Against log-softmax code in float64, over two micro-batches."""
+    teacher = TEACHERS[name]
+    tiny.write_model(tmp_path / "teacher", hidden_size=24, initializer_range=0.2)
+    trainer, recorder = trl_task.trained(
+        model,
+        tmp_path,
+        controller=Constant(mu=mu),
+        teacher=teacher,
+        teacher_model=AutoModelForCausalLM.from_pretrained(tmp_path / "teacher"),
+    )
+    reference, other = (
+        AutoModelForCausalLM.from_pretrained(path).double()
+        for path in (model, tmp_path / "teacher")
+    )
+    assert len(trainer.micro_batches) == 2
+    taught = plain.teacher_term(
+        reference,
+        other,
+        trainer.micro_batches,
+        temperature=trl_task.TEMPERATURE,
+        loss=teacher.loss,
+        top_k=teacher.candidates or 0,
+    )
+    rollouts = plain.rollout_term(
+        reference, trainer.micro_batches, trl_task.TEMPERATURE, reduction="token"
+    )
+    demos = plain.demo_term(reference, trainer.demos_per_step[0], weight="one")
+    expected = plain.gradient(reference, (1 - mu) * rollouts + mu * demos + teacher.coef * taught)
+    assert plain.relative_error(recorder.gradients[0], expected) < TOLERANCE
+    without = plain.gradient(reference, (1 - mu) * rollouts + mu * demos)
+    assert plain.relative_error(without, expected) > 0.01
+    assert recording.column(trainer, "gac/teacher_loss")[0] == pytest.approx(
+        taught.item(), rel=1e-5
+    )
+
+
+@needs_hook
+def test_a_teachers_log_probs_come_with_the_batch(model: Path, tmp_path: Path):
+    """Of a user's trainer, in place of a model; without them, the error names the argument."""
+    sampled = TeacherConfig(loss="k2")
+    tiny.write_model(tmp_path / "teacher", hidden_size=24, initializer_range=0.2)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+
+    class Served(trl_task.RecordingTrainer):
+        """Gets the log-probs from elsewhere."""
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            ids, mask = (
+                torch.cat([batch[f"prompt_{kind}"], batch[f"completion_{kind}"]], 1)
+                for kind in ("ids", "mask")
+            )
+            with torch.no_grad():
+                logps = plain.logprobs(teacher, ids, mask, trl_task.TEMPERATURE)
+            return batch | {"teacher_logps": logps[:, -batch["completion_ids"].shape[1] :]}
+
+    served, recorder = trl_task.trained(model, tmp_path, Served, teacher=sampled)
+    scored, other = trl_task.trained(model, tmp_path, teacher=sampled, teacher_model=teacher)
+    assert plain.relative_error(recorder.gradients[0], other.gradients[0]) < TOLERANCE
+    column = recording.column(served, "gac/teacher_loss")
+    assert column == pytest.approx(recording.column(scored, "gac/teacher_loss"), rel=1e-5)
+    for loss, missing in (("k2", "teacher_logps"), ("reverse_kl", "teacher_ids")):
+        trainer, _ = trl_task.make_trainer(
+            model,
+            tmp_path,
+            Served if loss != "k2" else trl_task.RecordingTrainer,
+            teacher=TeacherConfig(loss=loss),
+        )
+        with pytest.raises(ValueError, match=f"{missing} is missing in the batch: .*{loss!r}"):
+            trainer.train()
+
+
+def test_a_teacher_needs_the_fused_loss_and_its_vocabulary(model: Path, tmp_path: Path):
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ValueError, match=r"^teacher.top_k=999: the vocabulary has \d+ tokens"):
+        trl_task.make_trainer(
+            model, tmp_path, teacher=TeacherConfig(top_k=999), teacher_model=teacher
+        )
+    options = {"top_entropy_quantile": 0.5, "teacher": TeacherConfig(top_k=4)}
+    trainer, _ = trl_task.make_trainer(model, tmp_path, teacher_model=teacher, **options)
+    with pytest.raises(ValueError, match="^teacher: the fused loss, to which it is added, lacks "):
+        trainer.train()
 
 
 def test_the_users_method_of_the_page_runs_in_trl(model: Path, tmp_path: Path):

@@ -52,6 +52,8 @@ def make_trainer(
     peft_config: Any = None,
     demo_dataset: Any = None,
     demo_batch: int = 5,
+    teacher: Any = None,
+    teacher_model: Any = None,
     **changes: Any,
 ) -> tuple[Any, GradientRecorder]:
     """Build a trainer (one step by default) and its gradient recorder.
@@ -87,6 +89,8 @@ def make_trainer(
             else demo_dataset,
             "demo_batch": demo_batch,
             "controller": Constant(mu=0.3) if controller is None else controller,
+            "teacher": teacher,
+            "teacher_model": teacher_model,
         }
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model),

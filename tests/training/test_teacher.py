@@ -117,6 +117,35 @@ def test_a_mixing_method_adds_the_teachers_gradient(method: str, task, taught, t
     torch.testing.assert_close(with_teacher - without, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("kind", ["a model", "the policy", "an average"])
+def test_the_whole_vocabulary_equals_as_many_tokens(
+    kind: str, loss: str, packed: bool, task, taught, tmp_path
+) -> None:
+    """The divergence of whole distributions has the gradient of K tokens that are all tokens."""
+    size = json.loads((task / "init" / "config.json").read_text())["vocab_size"]
+    teacher = {"path": str(taught)} if kind == "a model" else {"self": True}
+    teacher |= {"update_rate": 0.5} if kind == "an average" else {}
+    rows = {"micro_batch_size": None, "max_tokens_per_micro_batch": 40} if packed else {}
+    changes = {**rows, "loss": {"rollout_reduction": "sequence"}, "optim": {"lr": 1e-2}}
+    found = []
+    for top_k in (size, None):
+        keys = {**teacher, "loss": loss, "top_k": top_k, "coef": 0.7}
+        trainer = trainer_of(task, tmp_path / str(top_k), keys, method="constant-alarm", **changes)
+        lines = take_steps(trainer, 2)
+        assert bool(trainer.teacher.head) == (top_k is None)
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        assert gradients
+        found.append((lines, torch.cat([g.flatten() for g in gradients])))
+    (expected, gradient), (lines, ours) = found
+    assert "teacher_tail" not in lines[0]
+    losses = [[line["teacher_loss"] for line in part] for part in (lines, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert min(losses[0]) > 0
+    torch.testing.assert_close(ours, gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_rollouts_without_a_demonstration_have_no_teacher(task, tmp_path) -> None:
     rows = [json.loads(line) for line in (task / "prompts.jsonl").read_text().splitlines()]
     assert len(rows) > 2
@@ -124,11 +153,11 @@ def test_rollouts_without_a_demonstration_have_no_teacher(task, tmp_path) -> Non
         row["solution"] = None
     (tmp_path / "half.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"prompts": str(tmp_path / "half.jsonl")}
-    for loss in ("reverse_kl", "k2"):
-        teacher = {"self": True, **({"top_k": 4} if loss == "reverse_kl" else {}), "loss": loss}
-        trainer = trainer_of(task, tmp_path / loss, teacher, data=data, method="opd")
+    for name, keys in {"k2": {"loss": "k2"}, "4": {"top_k": 4}, "all": {"top_k": None}}.items():
+        teacher = {"self": True, **keys}
+        trainer = trainer_of(task, tmp_path / name, teacher, data=data, method="opd")
         taught_rows = {row.sequence for row in trainer._sample() if row.context}
-        scores = trainer.rollouts.teacher_logps
+        scores = trainer.rollouts.teacher_logps or trainer.rollouts.teacher_hidden
         assert 0 < len(taught_rows) < len(scores)
         for i, logps in enumerate(scores):
             assert bool(logps.isnan().all()) == (i not in taught_rows)
@@ -146,6 +175,7 @@ SETTINGS = {
         {"path": "teacher"},
         {"micro_batch_size": None, "max_tokens_per_micro_batch": 40},
     ),
+    "whole distributions": ("sdft", {"top_k": None}, {}),
     "recomputed layers": ("sdpg", {"top_k": 4}, {"model": {"gradient_checkpointing": True}}),
 }
 
@@ -289,6 +319,11 @@ def test_another_tokenizer_or_vocabulary_is_refused_before_any_model(
         ConfigError, match=r"^teacher.top_k=32: the vocabulary of .* has \d+ tokens"
     ):
         trainer_of(task, tmp_path / "b", {"path": str(taught)})
+    small = json.loads((taught / "config.json").read_text())
+    less = shutil.copytree(taught, tmp_path / "less")
+    (less / "config.json").write_text(json.dumps(small | {"vocab_size": small["vocab_size"] - 1}))
+    with pytest.raises(ConfigError, match=r"^teacher.top_k=null: the vocabulary of .* use a num"):
+        trainer_of(task, tmp_path / "e", {"path": str(less), "top_k": None})
     with pytest.raises(ConfigError, match="^teacher.path='nowhere/at/all': no such folder"):
         trainer_of(task, tmp_path / "c", {"path": "nowhere/at/all", "top_k": 4})
     with pytest.raises(ConfigError, match="^data.demo_field=null: teacher.self=true needs demo"):

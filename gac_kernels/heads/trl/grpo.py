@@ -74,12 +74,12 @@ class FusedLoss:
         offsets = torch.searchsorted(index, starts)  # scored tokens before each row, and of all
 
         def packed(x: Tensor) -> Tensor:
-            return x.reshape(-1).index_select(0, index)
+            return x.flatten(0, 1).index_select(0, index)
 
         if self.trained is not None:
             targets = targets.masked_fill(packed(self.trained) == 0, IGNORE)
         keywords = {
-            name: packed(x) if isinstance(x, Tensor) and x.dim() == 2 else x
+            name: packed(x) if isinstance(x, Tensor) and x.dim() >= 2 else x
             for name, x in self.keywords.items()
         }
         out = self._loss(inputs, inputs.hidden, targets, cu_seqlens=offsets, **keywords)
