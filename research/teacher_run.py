@@ -48,7 +48,7 @@ EVALUATED = 500
 PROMPTS, GENERATIONS = 8, 4
 TRAINED = 4
 """Layers, the last ones, that have adapters."""
-DROPPED = range(22, 24)
+DROPPED = range(16, 18)
 """The layers that the student of `opd` lacks."""
 LRS = (3e-4, 1e-3)
 TOP_K = 16

@@ -32,6 +32,17 @@ def trainer_of(task: Path, out: Path, teacher: dict, **changes) -> Trainer:
     return Trainer(tiny_config(task, out, teacher=teacher, **changes))
 
 
+def recorded(trainer: Trainer) -> list[torch.Tensor]:
+    """A list to which each update of the weights appends its gradient."""
+    gradients: list[torch.Tensor] = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(
+            torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+        )
+    )
+    return gradients
+
+
 @pytest.mark.parametrize("scaling", [(1.0, None), (0.5, 3.0)])
 def test_the_most_probable_tokens_have_the_log_probs_of_the_scorer(scaling) -> None:
     g = torch.Generator().manual_seed(0)
@@ -101,15 +112,10 @@ def test_a_mixing_method_adds_the_teachers_gradient(method: str, task, taught, t
         teacher = {"path": str(taught), "top_k": 5, "coef": coef}
         out = tmp_path / f"{name}-{coef}"
         trainer = trainer_of(task, out, teacher, method=name)
-        norms = []
-        trainer.optimizer.register_step_pre_hook(
-            lambda *_: norms.append(
-                torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-            )
-        )
+        gradients = recorded(trainer)
         (line,) = take_steps(trainer, 1)
         assert line["teacher_loss"] > 0
-        return norms[0]
+        return gradients[0]
 
     without, with_teacher = gradient(method, 0.0), gradient(method, 0.7)
     expected = 0.7 * gradient("opd", 1.0)
@@ -133,12 +139,12 @@ def test_the_whole_vocabulary_equals_as_many_tokens(
     for top_k in (size, None):
         keys = {**teacher, "loss": loss, "top_k": top_k, "coef": 0.7}
         trainer = trainer_of(task, tmp_path / str(top_k), keys, method="constant-alarm", **changes)
+        gradients = recorded(trainer)
         lines = take_steps(trainer, 2)
         assert bool(trainer.teacher.head) == (top_k is None)
-        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-        assert gradients
-        found.append((lines, torch.cat([g.flatten() for g in gradients])))
+        found.append((lines, torch.stack(gradients)))
     (expected, gradient), (lines, ours) = found
+    assert len(gradient) == 2
     assert "teacher_tail" not in lines[0]
     losses = [[line["teacher_loss"] for line in part] for part in (lines, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
