@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402 - aft
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402 - after the skip
 from trl.trainer import utils  # noqa: E402 - after the skip
 
+from gac_kernels import LossSpec  # noqa: E402 - after the skip
 from gac_kernels.heads.trl import FusedGRPOTrainer, apply_fused_head  # noqa: E402 - after the skip
 from gac_kernels.heads.trl.grpo import FusedLoss  # noqa: E402 - after the skip
 from gac_kernels.heads.trl.head import HOOK, FusedLogProbs, HeadInputs  # noqa: E402 - after the skip
@@ -230,8 +231,9 @@ def test_other_options_fall_back_and_are_reported_once(trainer, options, caplog,
     assert len([r for r in caplog.records if option in r.getMessage()]) == 1
 
 
-def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
-    """TRL's head gets one or the other, depending on the device."""
+@pytest.mark.parametrize("taught", [False, True])
+def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions(taught: bool):
+    """TRL's head gets one or the other, depending on the device; with a teacher's K tokens, too."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 6, 7, generator=draw, requires_grad=True)  # 2 positions of the prompt
     weight, bias = torch.randn(11, 7, generator=draw), torch.linspace(-1, 1, 11)
@@ -241,12 +243,17 @@ def test_the_fused_loss_accepts_labeled_tokens_only_or_all_positions():
     per_token = torch.rand(2, 3, 4, generator=draw)
     keywords = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "old_logps": -per_token[0]}
     keywords["weights"] = per_token[1]
+    if taught:
+        top = torch.randn(3, 4, 11, generator=draw).log_softmax(-1).topk(2)
+        keywords |= {"teacher_logps": top.values, "teacher_ids": top.indices}
+        keywords["spec"] = LossSpec(teacher_coef=0.5, teacher_loss="forward_kl")
     results = []
     for flat, labels in ((hidden.flatten(0, 1), None), (hidden[:, -4:][scored], targets[scored])):
         request = FusedLoss(targets, scored.long(), tool, keywords, positions=6)
         out = request(HeadInputs(flat, weight, bias, labels, 1.0, 3.0, 1.3))
         kept = [x if labels is not None else x.view(3, 6)[:, -4:][scored] for x in out[:2]]
         results.append((*kept, request.out.loss, *torch.autograd.grad(kept[0].sum(), hidden)))
+        assert (request.out.teacher_loss is not None) == taught
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     truth = (3 * (1.3 * (hidden[:, -4:] @ weight.T + bias) / 3).tanh()).log_softmax(-1)[scored]

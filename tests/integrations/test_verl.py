@@ -96,6 +96,26 @@ def test_every_verl_loss_is_mixed_unchanged(files: tuple[str, str], tmp_path: Pa
         assert plain.relative_error({n: mixed[n] for n in demo_grads}, expected) < TOLERANCE
 
 
+def test_the_loss_of_verls_teacher_keeps_its_weight(files: tuple[str, str], tmp_path: Path):
+    """That of the sampled tokens and that of K tokens, which verl computes from the logits."""
+    names = ("k3", "forward_kl_topk")
+    launch("tests.integrations.verl_task", "distillation", *files, str(tmp_path), *names, ranks=1)
+    found = torch.load(tmp_path / "rank0.pt")
+    model = AutoModelForCausalLM.from_pretrained(files[0])
+    demos = demo_rows(Order(12, 0).take(5))
+    demo_grads = plain.gradient(model, plain.demo_term(model, demos, weight="one"))
+    assert set(found) == set(names)
+    for (rewarded, _), (taught, _), (mixed, logged) in found.values():
+        expected = {
+            n: 0.7 * rewarded[n] + 0.3 * demo_grads[n] + (taught[n] - rewarded[n])
+            for n in demo_grads
+        }
+        assert plain.relative_error({n: mixed[n] for n in demo_grads}, expected) < TOLERANCE
+        gap = {n: taught[n] - rewarded[n] for n in demo_grads}
+        assert max(float(g.abs().max()) for g in gap.values()) > 1e-3
+        assert logged[0] > 0
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -116,9 +116,75 @@ def gradients_per_loss_mode(model: str, demos: str, out: str, *names: str) -> di
     return result
 
 
+def gradients_per_distillation(model: str, demos: str, out: str, *names: str) -> dict[str, Any]:
+    """The gradient of one step with verl's loss of a teacher, for each of its modes.
+
+    Of verl's loss without the teacher, with it, and of the mixture at mu = 0.3.
+    """
+    from functools import partial
+
+    from verl.trainer.distillation import distillation_ppo_loss
+    from verl.workers.config import DistillationConfig, DistillationLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    result = {}
+    for name in names:
+        micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+        constant = "+actor_rollout_ref.actor.policy_loss.method={name:constant,mu:0.3}"
+        own = DistillationLossConfig(
+            loss_mode=name, topk=3, distillation_loss_coef=0.5, use_policy_gradient=False
+        )
+        distillation = DistillationConfig(distillation_loss=own)
+        found = []
+        for mixed, taught in ((False, False), (False, True), (True, True)):
+            trainer = actor(model, *(gac_overrides(demos, micro, constant) if mixed else [micro]))
+            if mixed:  # the loss is set once more, as verl does with distillation
+                trainer.engine.forward_backward_batch = trainer.mixture.engine_forward_backward
+                given = trainer.mixture.policy_loss.keywords["config"]
+            else:
+                given = trainer.loss_fn.keywords["config"]
+            loss = partial(ppo_loss, config=given)
+            if taught:
+                loss = partial(
+                    distillation_ppo_loss, config=given, distillation_config=distillation
+                )
+            trainer.set_loss_fn(loss)
+            gradients = record_full_gradients(trainer)
+            data = verl_cpu.batch(
+                rollouts(),
+                TEMPERATURE,
+                global_batch_size=8,
+                mini_batch_size=8,
+                epochs=1,
+                distillation_use_topk=taught and own.loss_settings.use_topk,
+            )
+            if taught:
+                add_teacher(data, own.topk if own.loss_settings.use_topk else 1)
+            metrics = verl_cpu.step(trainer, data)
+            found.append((gradients[0], metrics.get("gac/teacher_loss")))
+        result[name] = found
+    return result
+
+
+def add_teacher(data: Any, k: int, vocabulary: int = 18) -> None:
+    """Add a random teacher's log-probs of K tokens at each position, as verl's servers do."""
+    generator = torch.Generator().manual_seed(5)
+    logps, ids = [], []
+    for row in data["input_ids"].unbind():
+        top = torch.randn(len(row), vocabulary, generator=generator).log_softmax(-1).topk(k)
+        logps.append(top.values)
+        ids.append(top.indices)
+    data["teacher_logprobs"] = torch.nested.as_nested_tensor(logps, layout=torch.jagged)
+    data["teacher_ids"] = torch.nested.as_nested_tensor(ids, layout=torch.jagged)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    jobs = {"resumed": resumed, "modes": gradients_per_loss_mode}
+    jobs = {
+        "resumed": resumed,
+        "modes": gradients_per_loss_mode,
+        "distillation": gradients_per_distillation,
+    }
     job = jobs[sys.argv[1]]
     torch.save(job(*sys.argv[2:]), Path(sys.argv[4]) / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
