@@ -6,6 +6,7 @@ With --check, only compares them. Differences are paired by seed; intervals are 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from gac.evaluation.table import markdown_table
 from research.adaptive_results import estimate
 from research.adaptive_run import finished
 from research.page_sections import update_pages
-from research.teacher_run import ARMS, LRS, RESULTS, SEEDS, STEPS, key
+from research.teacher_run import ARMS, LEAST, LRS, RESULTS, SEEDS, STEPS, key
 
 PAGE = Path(__file__).resolve().parent / "teacher.md"
 OTHER = ("products", "successors")
@@ -29,13 +30,22 @@ Arm = tuple[str, float]
 
 
 def complete(rows: Sequence[Row], experiment: str) -> dict[Arm, list[Row]]:
-    """The arms of an experiment that have run with all seeds, each in the order of the seeds."""
+    """The rows of each arm of an experiment: the seeds from 0 on that are complete, if enough.
+
+    The arms of `sdft` with one learning rate have the same seeds.
+    """
     found: dict[Arm, list[Row]] = {}
     for arm in ARMS[experiment]:
         for lr in LRS:
             own = {r["seed"]: r for r in rows if key(r)[:3] == (experiment, arm, lr)}
-            if set(SEEDS) <= set(own):
-                found[arm, lr] = [own[seed] for seed in SEEDS]
+            seeds = list(itertools.takewhile(own.__contains__, SEEDS))
+            if len(seeds) >= LEAST:
+                found[arm, lr] = [own[seed] for seed in seeds]
+    if experiment == "sdft":
+        for lr in LRS:
+            pair = [(arm, lr) for arm in ARMS[experiment] if (arm, lr) in found]
+            count = min((len(found[arm]) for arm in pair), default=0)
+            found |= {arm: found[arm][:count] for arm in pair}
     return found
 
 
@@ -67,7 +77,7 @@ def opd_table(rows: Sequence[Row]) -> str:
         lines.append(("before", *first))
     for (arm, _), own in arms.items():
         last = [interval(at(own, column, STEPS), digits) for column, digits in COLUMNS]
-        lines.append((f"`{arm}`", *last))
+        lines.append((f"`{arm}`, {len(own)} seeds", *last))
     for (arm, _), own in arms.items():
         changes = [
             interval(at(own, column, STEPS) - at(own, column, 0), digits, "+")
@@ -108,7 +118,7 @@ def sdft_table(rows: Sequence[Row]) -> str:
         lines.append(("before", *(f"{at([start], c, 0)[0]:.{digits}f}" for c, digits in columns)))
     for (arm, lr), own in arms.items():
         last = [interval(at(own, column, STEPS), digits) for column, digits in columns]
-        lines.append((f"`{arm}`, learning rate {lr:g}", *last))
+        lines.append((f"`{arm}`, learning rate {lr:g}, {len(own)} seeds", *last))
     for lr in LRS:
         pair = arms.get(("sdft", lr)), arms.get(("sft", lr))
         if pair[0] and pair[1]:
@@ -144,7 +154,7 @@ def progress(rows: Sequence[Row]) -> str:
     arms = sum(len(complete(rows, experiment)) for experiment in ARMS)
     commits = ", ".join(sorted({row["commit"] for row in rows}))
     return (
-        f"{len(rows)} runs, {arms} complete arms, {seconds / 60:.0f} CPU minutes; "
+        f"{len(rows)} runs, {arms} reported arms, {seconds / 60:.0f} CPU minutes; "
         f"code: {commits}.\n"
     )
 

@@ -41,7 +41,8 @@ from research.adaptive_run import REWARD, commit, finished
 from research.adaptive_task import LENGTH, TEMPLATE, held_out, rows, texts
 
 RESULTS = Path(__file__).resolve().parent / "results" / "teacher"
-SEEDS = range(8)
+SEEDS, LEAST = range(8), 5
+"""Those of every arm, and how many of them must be complete in all arms of a table."""
 STEPS, EVERY = 16, 4
 """Optimizer steps of a run, and the steps between two evaluations."""
 EVALUATED = 500
@@ -83,7 +84,7 @@ def runs(seeds: Sequence[int] = SEEDS) -> Iterator[Run]:
     first, *others = ARMS["opd"]
     groups: list[tuple[str, list[tuple[str, float]]]] = [
         ("opd", [(first, LRS[-1])]),
-        ("sdft", [(arm, lr) for arm in ARMS["sdft"] for lr in LRS]),
+        *(("sdft", [(arm, lr) for arm in ARMS["sdft"]]) for lr in reversed(LRS)),
         ("opd", [(arm, LRS[-1]) for arm in others]),
     ]
     for experiment, arms in groups:

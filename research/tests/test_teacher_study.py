@@ -76,6 +76,7 @@ def test_the_tables_are_those_of_the_rows(monkeypatch):
     """Of arms with all seeds only; differences are paired."""
     seeds, lr = range(3), teacher_run.LRS[0]
     monkeypatch.setattr(teacher_results, "SEEDS", seeds)
+    monkeypatch.setattr(teacher_results, "LEAST", 3)
 
     def row(arm: str, seed: int, accuracy: float) -> dict:
         names = [
@@ -100,7 +101,7 @@ def test_the_tables_are_those_of_the_rows(monkeypatch):
     assert f"| {own.mean():.1f} [{51 - half:.1f}, {51 + half:.1f}] |" in table
     assert "sdft" not in teacher_results.sdft_table(rows[:-1]).split("`sft`")[1]
     assert teacher_results.progress(rows) == (
-        "6 runs, 2 complete arms, 6 CPU minutes; code: abc.\n"
+        "6 runs, 2 reported arms, 6 CPU minutes; code: abc.\n"
     )
 
 
