@@ -255,17 +255,22 @@ def test_too_many_broken_steps_stop_the_run_with_the_last_good_weights(
     assert replay(second)["culprits"]
 
 
-def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
-    """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs."""
+@pytest.mark.parametrize("method", ["sdar", "opd"])
+def test_one_process_replays_the_teacher_of_every_rank(method, task, tmp_path):
+    """The rows of rank 1 are numbered after those of rank 0, also in the teacher's log-probs.
+
+    Or in its hidden states, whose head is saved as well.
+    """
     (tmp_path / "one.jsonl").write_text(min((task / "prompts.jsonl").open()))
     config = faulty_config(
         task,
         tmp_path,
         "digit_reward",
         steps=1,
-        method="sdar",
+        method=method,
         guards={"skip_above_norm": 1e-9},
         data={"prompts": str(tmp_path / "one.jsonl")},
+        teacher={"self": True, "top_k": None} if method == "opd" else {},
     )
     ranks.run(train, config, ranks=2)
     (path,) = (tmp_path / "replay").iterdir()
@@ -273,7 +278,9 @@ def test_one_process_replays_the_teacher_of_every_rank(task, tmp_path):
     # the random numbers differ, also those of dropout, although all prompts are the same
     assert [r.ids for r in first.rows] != [r.ids for r in second.rows]
     assert first.seed != second.seed
-    assert assert_reproduced(path)["recorded"]["rollout_loss"] != 0
+    recorded = assert_reproduced(path)["recorded"]
+    assert (recorded["rollout_loss"] != 0) == (method == "sdar")
+    assert bool(first.teacher_hidden) == (method == "opd")
 
 
 @pytest.mark.parametrize("method", ["gac", "moco"])

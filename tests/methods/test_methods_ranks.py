@@ -18,6 +18,7 @@ METHODS = {
     "sdar": {},  # a custom rollout loss, and a teacher that sees more tokens
     "opd": {},  # a second sharded model, and K log-probs per token
     "sdft": {"update_rate": 0.3},  # the weights are exchanged with those of a moving average
+    "sdpg": {},  # the teacher's hidden states, and a head that is gathered
     "dypo": {"correct": 0.4},  # groups of rollouts stay together
     "relift": {"buffer": 3, "correct": 2.0},  # all ranks share the collection
     # ranks may have different kinds of rows
@@ -41,6 +42,8 @@ def results(request, task, tmp_path_factory):
         for name in names:
             out, method = tmp_path_factory.mktemp(name), {"name": name, **METHODS[name]}
             keys = {"method": method, **changes, **teacher_of(name, task, out)}
+            if name == "sdpg":
+                keys["teacher"] |= {"top_k": None}
             cases[name] = train_steps, config(task, out, **keys), STEPS
         return ranks.run(ranks.each, cases, ranks=count)
 
