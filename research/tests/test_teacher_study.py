@@ -7,9 +7,8 @@ import string
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Tokenizer
 
-from gac.demo.task import model_config
 from research import teacher_results, teacher_run
 from research.adaptive_run import finished
 from research.adaptive_task import LENGTH
@@ -26,8 +25,18 @@ def study(tmp_path_factory):
     tokenizer = Qwen2Tokenizer({token: i for i, token in enumerate(tokens)}, [], **special)
     tokenizer.save_pretrained(folder / "whole")
     torch.manual_seed(0)
-    config = model_config(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id)
-    config.num_hidden_layers = 6
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "whole")
     teacher_run.write_models(str(folder / "whole"), folder, dropped=(1,))
     changes = {"optim": {"lr": 1e-2, "warmup_steps": 0}}
