@@ -106,11 +106,15 @@ def others() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def write_models(source: str, folder: Path, dropped: Sequence[int] = DROPPED) -> None:
+def write_models(source: str, folder: Path) -> None:
     """Write the model with the task's tokens to `folder`/teacher, with fewer layers to /student."""
     more = [TEMPLATE.format(prompt=row["prompt"]) for part in others().values() for row in part]
-    teacher, student = folder / "teacher", folder / "student"
-    reduce_vocabulary(source, teacher, [*texts(), *more])
+    reduce_vocabulary(source, folder / "teacher", [*texts(), *more])
+    write_student(folder / "teacher", folder / "student")
+
+
+def write_student(teacher: Path, student: Path, dropped: Sequence[int] = DROPPED) -> None:
+    """Write a model like Llama without the layers `dropped`."""
     model = AutoModelForCausalLM.from_pretrained(teacher)
     kept = [layer for i, layer in enumerate(model.model.layers) if i not in dropped]
     model.model.layers = nn.ModuleList(kept)

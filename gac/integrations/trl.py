@@ -63,6 +63,7 @@ class GACMixin(StepMixin, FusedGRPOMixin):
     """
 
     _rewards: Tensor | None = None  # of this rank's part of the last rollouts
+    _teacher_vocabulary: int  # number of the policy's tokens
 
     def __init__(
         self,
@@ -132,7 +133,8 @@ class GACMixin(StepMixin, FusedGRPOMixin):
             return None
         assert self.mixer.teacher is not None
         attach_head(teacher)
-        sizes = [m.get_input_embeddings().weight.shape[0] for m in (teacher, base_model(self))]
+        models: list[Any] = [teacher, base_model(self)]
+        sizes = [model.get_input_embeddings().weight.shape[0] for model in models]
         k, self._teacher_vocabulary = self.mixer.teacher.candidates or 0, sizes[1]
         if k > min(sizes):
             raise ValueError(

@@ -131,7 +131,8 @@ class TwoPassStep:
     def __init__(
         self, engine: Any, tokenizer: Any, options: GACPolicyLoss, policy_loss: Callable[..., Any]
     ) -> None:
-        self.engine, self.policy_loss = engine, policy_loss
+        self.engine = engine
+        self.policy_loss: Any = policy_loss  # a partial of verl's, with its configuration
         self.demos = tokenized(
             read(options.demo_path), options.demo_path, tokenizer, options.chat_template_kwargs
         )

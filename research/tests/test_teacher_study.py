@@ -23,7 +23,7 @@ def study(tmp_path_factory):
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokens = [*special.values(), *string.printable[:94], "Ġ", "Ċ"]
     tokenizer = Qwen2Tokenizer({token: i for i, token in enumerate(tokens)}, [], **special)
-    tokenizer.save_pretrained(folder / "whole")
+    tokenizer.save_pretrained(folder / "teacher")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -37,8 +37,8 @@ def study(tmp_path_factory):
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "whole")
-    teacher_run.write_models(str(folder / "whole"), folder, dropped=(1,))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "teacher")
+    teacher_run.write_student(folder / "teacher", folder / "student", dropped=(1,))
     changes = {"optim": {"lr": 1e-2, "warmup_steps": 0}}
     return Study(folder, changes=changes, evaluated=30, steps=4, every=2)
 
