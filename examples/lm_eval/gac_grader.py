@@ -30,6 +30,11 @@ def mbpp(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | 
     return _score("code", {"timeout": 10, "setup_field": "test_setup_code"}, row, responses)
 
 
+def humaneval(row: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float | None]:
+    """Grade with the `code` reward in the sandbox; rows need prompt, tests and entry_point."""
+    return _score("code", {"timeout": 10}, row, responses)
+
+
 def _score(
     name: str, options: Mapping[str, Any], row: Mapping[str, Any], responses: Sequence[str]
 ) -> dict[str, float | None]:
