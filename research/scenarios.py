@@ -66,7 +66,9 @@ def real_scenarios(out: Path, model: str, steps: int) -> dict[str, TrainConfig]:
             "template": "{prompt}\n{choices}\nAnswer with the letter only.",
             "max_prompt_tokens": 128,
         }
-        settings = dump(base) | {"data": data, "reward": "choice", "eval": {}}
+        # a study needs held-out rows; this one does not evaluate them
+        held_out = {"data": data | {"demo_field": None, "limit": 8}, "max_completion_length": 4}
+        settings = dump(base) | {"data": data, "reward": "choice", "eval": held_out}
         settings["rollouts"]["max_completion_length"] = 4
         configs["choices"] = load(TrainConfig, settings)
     return configs

@@ -382,8 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "parts": parts,
             "decay": DECAY,
             **origin(),
-            "words": f"Written by `{command} --seeds {args.seeds}`: {args.seeds} seeds, {steps} "
-            f"steps at mu = 0.5, measured every {every} steps.",
+            "words": f"Written by `{command} --seeds {args.seeds}`: {steps} steps at mu = 0.5, "
+            f"measured at {'each' if every == 1 else f'one of {every}'}; seeds: {args.seeds}.",
         },
         "correlations": correlations(runs),
         "cost": costs(runs),

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 from gac.config import dump, load
 from gac.demo import task
+from gac.study.command import Arm, arm_config
 from gac.train_config import TrainConfig
 from gac.training.trainer import Trainer
 from research import scenarios
+from research.validate_signals import LARGER
 from tests.tiny import metrics
 
 
@@ -35,3 +37,11 @@ def test_the_settings_of_the_signal_measurements_train(tmp_path, monkeypatch):
     changes = ["model.random_init=true", f"out={tmp_path}/run", "method=constant-alarm", "eval={}"]
     Trainer(load(TrainConfig, dump(configs["spoil"]), changes)).run()
     assert len(metrics(tmp_path / "run")) == 4
+
+
+def test_the_settings_with_a_pretrained_model_are_valid(tmp_path, monkeypatch):
+    monkeypatch.setenv("GAC_DATA", str(tmp_path))
+    configs = scenarios.real_scenarios(tmp_path, model="a/model", steps=3)
+    arm = Arm("mu", {"name": "constant", "mu": 0.5})
+    runs = [arm_config(dump(config), arm, 0, LARGER) for config in configs.values()]
+    assert [config.rollouts.max_completion_length for config in runs] == [12, 4]
