@@ -321,9 +321,10 @@ def plan() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield second, ("gac",)
     yield first, ("yoked-gac",)
     yield first, ("constant-alarm",)
-    yield second, (*CONSTANTS, ORACLES[second][1], "constant-alarm")
+    yield second, (*CONSTANTS, ORACLES[second][1], "yoked-gac")
+    yield second, ("constant-alarm", "gac-paper", ORACLES[second][0])
     yield first, ("yoked-constant-alarm", "gac-paper", ORACLES[first][0])
-    yield second, ("yoked-gac", "yoked-constant-alarm", "gac-paper", ORACLES[second][0])
+    yield second, ("yoked-constant-alarm",)
     yield first, tuple(SINGLE)
     yield second, tuple(SINGLE)
     for cell in others:
