@@ -68,6 +68,8 @@ class Frozen(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.known: dict[bytes, Tensor] = {}
         """Embeddings of a row -> its output, [T, H]."""
+        self.continued: set[tuple[int, ...]] = set()
+        """Prompts whose continuations with one digit are known."""
         self.needs_last = False
         """Whether the output at the last token of a row is used. In training it predicts nothing,
         so a row without its last token is enough; the missing output is 0."""
@@ -136,20 +138,22 @@ def next_logits(model: Any, rows: Sequence[tuple[int, ...]]) -> Tensor:
 def sample(examples: Sequence[Example], engine: Engine) -> list[Rollout]:
     """`rollouts.function`: completions of the full length, without a cache of keys.
 
-    Each distinct row is read once. The rows that continue a prompt with any digit are read
+    Each distinct row is read once. The rows that continue a new prompt with any digit are read
     together, so that the frozen layers know them in all later runs. The prompts must have the same
     number of tokens.
     """
     digits = engine.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    frozen = frozen_of(engine.model)
     written = [tuple(example.prompt) for example in examples]
-    read: dict[tuple[int, ...], None] = dict.fromkeys(written)
+    new = [prompt for prompt in dict.fromkeys(written) if prompt not in frozen.continued]
     with inference(engine.model):
         for step in range(engine.params.max_completion_length):
-            distinct = {row: i for i, row in enumerate(dict.fromkeys((*read, *written)))}
+            more = [(*prompt, digit) for prompt in new for digit in digits] if step == 1 else []
+            distinct = {row: i for i, row in enumerate(dict.fromkeys((*written, *more)))}
             logits = next_logits(engine.model, list(distinct))[[distinct[row] for row in written]]
             chosen = torch.multinomial((logits / engine.params.temperature).softmax(-1), 1)
             written = [(*r, token) for r, token in zip(written, chosen[:, 0].tolist(), strict=True)]
-            read = {(*row, digit): None for row in read for digit in digits} if step == 0 else {}
+    frozen.continued.update(new)
     pairs = zip(examples, written, strict=True)
     return [Rollout(e.prompt, done := row[len(e.prompt) :], [1] * len(done)) for e, row in pairs]
 

@@ -17,15 +17,16 @@ import numpy as np
 
 from gac.evaluation.table import markdown_table
 from research.adaptive_run import (
-    CONSTANTS,
-    ORACLES,
+    ADAPTIVE,
     RESULTS,
     SCHEDULES,
     SEEDS,
+    constants,
     finished,
     key,
+    oracles,
 )
-from research.adaptive_task import CELLS
+from research.adaptive_task import CELLS, CODE, SUMS, Task
 from research.page_sections import update_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,11 +34,13 @@ PAGES = (ROOT / "research" / "adaptive.md", ROOT / "docs" / "choose_mu.md")
 NEEDED = 0.02
 """Headroom below which no controller can pay in a cell."""
 POWER = 0.8
-JUDGED = ("constant-alarm", "gac", "gac-paper")
-"""The adaptive arms whose comparisons are judged."""
 BEST = "best constant"
 """The constant that is best on the other seeds."""
+ALL = "all cells"
+"""The mean over the cells of a task."""
 
+Arms = Mapping[str, Mapping[int, float]]
+"""Arm -> seed -> accuracy, in one cell."""
 Table = dict[str, dict[str, dict[int, float]]]
 """Cell -> arm -> seed -> accuracy."""
 
@@ -51,30 +54,26 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return found
 
 
-def complete(arms: Mapping[str, Mapping[int, float]], name: str) -> bool:
-    """Whether an arm has run with all seeds of the study."""
-    return set(SEEDS) <= set(arms.get(name, ()))
+def complete(arms: Arms, names: Sequence[str]) -> list[str]:
+    """The arms that have run with all seeds of the study."""
+    return [name for name in names if set(SEEDS) <= set(arms.get(name, ()))]
 
 
-def values(arms: Mapping[str, Mapping[int, float]], name: str) -> np.ndarray:
-    """Accuracies of an arm, [seeds]; of `BEST`, the constant chosen without the seed's own run."""
-    if name == BEST:
-        return chosen_elsewhere(arms, constants(arms))
+def values(arms: Arms, name: str) -> np.ndarray:
+    """[seeds] accuracies of an arm."""
     return np.array([arms[name][seed] for seed in SEEDS])
 
 
-def constants(arms: Mapping[str, Mapping[int, float]]) -> tuple[str, ...]:
-    """The complete constants of a cell."""
-    return tuple(name for name in CONSTANTS if complete(arms, name))
-
-
-def chosen_elsewhere(
-    arms: Mapping[str, Mapping[int, float]], candidates: Sequence[str]
-) -> np.ndarray:
+def chosen_elsewhere(arms: Arms, candidates: Sequence[str]) -> np.ndarray:
     """[seeds] accuracy of the candidate that has the highest mean on the *other* seeds."""
     matrix = np.array([values(arms, name) for name in candidates])
     others = matrix.sum(1, keepdims=True) - matrix
     return matrix[others.argmax(0), np.arange(matrix.shape[1])]
+
+
+def best_constant(found: Table, cell: str) -> np.ndarray:
+    """[seeds] accuracy of the constant that is best on the other seeds."""
+    return chosen_elsewhere(found[cell], complete(found[cell], constants(cell)))
 
 
 class Estimate(NamedTuple):
@@ -131,51 +130,64 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 class Comparison(NamedTuple):
-    """An adaptive arm against what it has to beat, in one cell or in all."""
+    """An adaptive arm against what it has to beat, in one cell or in all cells of its task."""
 
     cell: str
     arm: str
     against: str
     result: Estimate
     adjusted: float
+    """p after Holm's correction over all comparisons of the task."""
+    visible: float
+    """The difference that a study with this spread finds with a probability of `POWER`."""
+
+
+def cells(task: Task, found: Table) -> list[str]:
+    """The cells of a task with at least two complete constants."""
+    own = (cell for cell in CELLS if CELLS[cell].task is task)
+    return [cell for cell in own if len(complete(found[cell], constants(cell))) > 1]
+
+
+def schedules(found: Table, cell: str) -> list[str]:
+    """The complete constants and oracles of a cell."""
+    return complete(found[cell], [*constants(cell), *oracles(cell)])
 
 
 def headroom(found: Table, cell: str) -> Estimate:
     """The best schedule minus the best constant, each chosen on the other seeds."""
     best = chosen_elsewhere(found[cell], schedules(found, cell))
-    return estimate(best - chosen_elsewhere(found[cell], constants(found[cell])))
+    return estimate(best - best_constant(found, cell))
 
 
-def schedules(found: Table, cell: str) -> tuple[str, ...]:
-    """The constants and the complete oracles of a cell."""
-    own = (name for name in ORACLES[cell] if complete(found[cell], name))
-    return (*constants(found[cell]), *own)
+def differences(task: Task, found: Table, arm: str) -> dict[tuple[str, str], np.ndarray]:
+    """(cell, against) -> [seeds] differences of an adaptive arm, as far as they are complete."""
+    own: dict[tuple[str, str], np.ndarray] = {}
+    yoked = f"yoked-{arm}"
+    for cell in cells(task, found):
+        arms = found[cell]
+        if complete(arms, [arm]):
+            own[cell, BEST] = values(arms, arm) - best_constant(found, cell)
+        if len(complete(arms, [arm, yoked])) == 2:
+            own[cell, yoked] = values(arms, arm) - values(arms, yoked)
+    for against in (BEST, yoked):
+        parts = [value for (_, other), value in own.items() if other == against]
+        if len(parts) > 1:
+            own[ALL, against] = np.mean(parts, axis=0)
+    return own
 
 
-def tested(found: Table) -> list[str]:
-    """The cells whose constants and an oracle are complete."""
-    ready = [c for c in CELLS if len(constants(found[c])) == len(CONSTANTS)]
-    return [cell for cell in ready if len(schedules(found, cell)) > len(CONSTANTS)]
-
-
-def comparisons(found: Table) -> list[Comparison]:
-    """Every judged comparison, with Holm's correction over all of them."""
-    raw: list[tuple[str, str, str, Estimate]] = []
-    cells = [c for c in CELLS if len(constants(found[c])) > 1]
-    for arm in JUDGED:
-        for against in (BEST, f"yoked-{arm}"):
-            differences = {
-                cell: values(found[cell], arm) - values(found[cell], against)
-                for cell in cells
-                if complete(found[cell], arm)
-                and (against == BEST or complete(found[cell], against))
-            }
-            raw += [(c, arm, against, estimate(d)) for c, d in differences.items()]
-            if len(differences) > 1:
-                mean = np.mean(list(differences.values()), axis=0)
-                raw.append(("all cells", arm, against, estimate(mean)))
+def comparisons(task: Task, found: Table) -> list[Comparison]:
+    """Every judged comparison of a task, with Holm's correction over all of them."""
+    raw = [
+        (cell, arm, against, estimate(difference))
+        for arm in ADAPTIVE[task]
+        for (cell, against), difference in differences(task, found, arm).items()
+    ]
     adjusted = holm([result.p for *_, result in raw])
-    return [Comparison(*row, p) for row, p in zip(raw, adjusted, strict=True)]
+    return [
+        Comparison(*row, p, detectable(row[-1].sd, len(SEEDS)))
+        for row, p in zip(raw, adjusted, strict=True)
+    ]
 
 
 def points(value: float) -> str:
@@ -187,31 +199,13 @@ def _interval(result: Estimate) -> str:
     return f"{points(result.mean)} [{points(result.low)}, {points(result.high)}]"
 
 
-def judged_table(found: Table) -> str:
-    """The judged comparisons."""
-    rows = comparisons(found)
-    lines = [
-        [
-            row.cell,
-            f"`{row.arm}`",
-            row.against if row.against == BEST else "its yoked control",
-            _interval(row.result),
-            f"{row.result.p:.3f}",
-            f"{row.adjusted:.3f}",
-            f"{100 * detectable(row.result.sd, len(SEEDS)):.1f}",
-            f"{100 * detectable(row.result.sd, len(SEEDS), 0.05 / len(rows)):.1f}",
-        ]
-        for row in rows
-    ]
-    heads = ["cell", "arm", "minus", "points", "p", "p (Holm)", "visible", "visible (Holm)"]
-    return markdown_table(heads, lines)
-
-
 def headroom_table(found: Table) -> str:
-    """The headroom of each tested cell, with the accuracy of its constants and oracles."""
+    """The headroom of each cell with a complete oracle."""
     lines = []
-    for cell in tested(found):
+    for cell in (c for task in (SUMS, CODE) for c in cells(task, found)):
         names = schedules(found, cell)
+        if not set(names) & set(oracles(cell)):
+            continue
         shown = [f"{name}: {100 * values(found[cell], name).mean():.1f}" for name in names]
         room = headroom(found, cell)
         enough = "yes" if room.mean >= NEEDED else "no"
@@ -220,60 +214,76 @@ def headroom_table(found: Table) -> str:
     return markdown_table(heads, lines)
 
 
-def accuracy_table(found: Table) -> str:
-    """The mean accuracy of every complete arm in each cell."""
-    cells = [c for c in CELLS if any(complete(found[c], arm) for arm in found[c])]
-    arms = list(dict.fromkeys(a for c in cells for a in found[c] if complete(found[c], a)))
+def arms_table(task: Task, found: Table) -> str:
+    """The accuracy of every complete arm in each cell of a task, and the judged comparisons."""
+    judged = {(row.cell, row.arm, row.against): row for row in comparisons(task, found)}
     lines = []
-    for arm in sorted(arms, key=lambda a: (a in SCHEDULES, a)):
-        shown = []
-        for cell in cells:
-            if not complete(found[cell], arm):
-                shown.append("")
-                continue
-            result = estimate(values(found[cell], arm))
-            shown.append(
-                f"{100 * result.mean:.1f} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
-            )
-        lines.append([f"`{arm}`", *shown])
-    return markdown_table(["arm", *cells], lines)
+    for cell in (c for c in CELLS if CELLS[c].task is task):
+        arms = found[cell]
+        ran = complete(arms, list(arms))
+        for arm in sorted(ran, key=lambda a: (a in SCHEDULES[task], -values(arms, a).mean())):
+            result = estimate(values(arms, arm))
+            accuracy = f"{100 * result.mean:.1f} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
+            lines.append([cell, f"`{arm}`", accuracy, *_judged(judged, cell, arm)])
+    over = [arm for arm in ADAPTIVE[task] if (ALL, arm, BEST) in judged]
+    lines += [[ALL, f"`{arm}`", "", *_judged(judged, ALL, arm)] for arm in over]
+    versus = [x for name in (BEST, "yoked control") for x in (f"minus {name}", "p", "visible")]
+    return markdown_table(["cell", "arm", "accuracy", *versus], lines)
 
 
-def sentence(found: Table) -> str:
-    """What a user should know."""
-    cell = "bad-demonstrations"
-    own = next((c for c in comparisons(found) if c[:3] == (cell, "gac", BEST)), None)
-    if own is None:
-        return "An adaptive mu has not been compared on a pretrained model yet.\n"
-    seen = 100 * detectable(own.result.sd, len(SEEDS))
-    return (
-        "On a pretrained model of 135 million parameters, an adaptive mu neither helped nor\n"
-        "harmed: while the demonstrations turned bad, `gac` minus the best constant mu was "
-        f"{_interval(own.result)}\n"
-        f"points (one task, eight seeds; a difference of {seen:.1f} would have been seen).\n"
-        "Knowing the moment of the change did not help either, so this says little about tasks\n"
-        "on which it would ([study](../research/adaptive.md)).\n"
-    )
+def _judged(rows: Mapping[tuple[str, str, str], Comparison], cell: str, arm: str) -> list[str]:
+    """The difference, the corrected p and the visible difference, against both."""
+    shown = []
+    for against in (BEST, f"yoked-{arm}"):
+        row = rows.get((cell, arm, against))
+        shown += ["", "", ""] if row is None else _three(row)
+    return shown
 
 
-SHOWN_STEPS = (1, 3, 6, 9, 12)
+def _three(row: Comparison) -> list[str]:
+    return [_interval(row.result), f"{row.adjusted:.3f}", f"{100 * row.visible:.1f}"]
 
 
 def path_table(rows: Sequence[Mapping[str, Any]], found: Table) -> str:
-    """mu of the adaptive arms at some steps: the mean, and the range over the seeds."""
+    """mu of the adaptive arms around the change: the mean, and the range over the seeds."""
     lines = []
-    for cell in CELLS:
-        for arm in (a for a in JUDGED if complete(found[cell], a)):
+    for cell, spec in CELLS.items():
+        for arm in complete(found[cell], list(ADAPTIVE[spec.task])):
             runs = [row for row in rows if (row["cell"], row["arm"]) == (cell, arm)]
             shown = []
-            for step in SHOWN_STEPS:
-                mu = [row["mu"][step - 1] for row in runs]
+            for at in (first_step, last_before, third_after, last_step):
+                mu = [row["mu"][at(row["second"])] for row in runs]
                 shown.append(f"{np.mean(mu):.2f} ({min(mu):.2f} to {max(mu):.2f})")
             lowered = sum(any(row["demos_suspect"]) for row in runs)
             alarm = f"{lowered} of {len(runs)}" if runs[0]["demos_suspect"][0] is not None else ""
             lines.append([cell, f"`{arm}`", *shown, alarm])
-    heads = ["cell", "arm", *(f"step {step}" for step in SHOWN_STEPS), "runs with an alarm"]
-    return markdown_table(heads, lines)
+    heads = ["first step", "last before the change", "third after it", "last step", "alarms"]
+    return markdown_table(["cell", "arm", *heads], lines)
+
+
+def first_step(second: Sequence[int]) -> int:
+    """Index of the first step."""
+    return 0
+
+
+def last_before(second: Sequence[int]) -> int:
+    """Index of the last step before the second regime."""
+    return second.index(1) - 1
+
+
+def third_after(second: Sequence[int]) -> int:
+    """Index of the third step of the second regime."""
+    return second.index(1) + 2
+
+
+def last_step(second: Sequence[int]) -> int:
+    """Index of the last step."""
+    return len(second) - 1
+
+
+def sentence(found: Table) -> str:
+    """What a user should know."""
+    return "TODO\n"
 
 
 def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -284,7 +294,7 @@ def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
     commits = sorted({row["commit"] for row in rows})
     parts = [
         f"{cell}: {sum(map(len, found[cell].values()))} runs, "
-        f"{sum(complete(found[cell], a) for a in found[cell])} complete arms"
+        f"{len(complete(found[cell], list(found[cell])))} complete arms"
         for cell in CELLS
         if found[cell]
     ]
@@ -301,9 +311,9 @@ def sections(results: Path = RESULTS) -> dict[str, str]:
     found = table(rows)
     return {
         "progress": progress(found, rows),
-        "judged": judged_table(found),
         "headroom": headroom_table(found),
-        "accuracy": accuracy_table(found),
+        "code": arms_table(CODE, found),
+        "sums": arms_table(SUMS, found),
         "paths": path_table(rows, found),
         "sentence": sentence(found),
     }

@@ -37,66 +37,91 @@ from gac.training.trainer import Trainer
 from research.adaptive_model import greedy_matches, reduce_vocabulary, share_frozen
 from research.adaptive_task import (
     CELLS,
-    LENGTH,
-    STEPS,
-    TEMPLATE,
+    CODE,
+    SUMS,
+    Task,
     held_out,
     noise_of,
     path,
     regimes,
     rows,
-    texts,
 )
 
 RESULTS = Path(__file__).resolve().parent / "results" / "adaptive"
 SEEDS = range(8)
-EVALUATED = 500
-MUS = (0.02, 0.5, 0.98)
-SCHEDULES = {f"{first}-{second}": (first, second) for first in MUS for second in MUS}
-"""Name -> mu of the first and of the second regime; the diagonal are the constants."""
-CONSTANTS = tuple(f"{mu}-{mu}" for mu in MUS)
-LESS, MORE = ("0.5-0.02", "0.98-0.02"), ("0.02-0.5", "0.02-0.98")
-ORACLES = {
-    "bad-demonstrations": LESS,
-    "noisy-rewards": MORE,
-    "stationary": LESS,
-    "partly-random-rewards": MORE,
-}
-"""Cell -> the schedules that know its regimes and turn to the better signal in the second."""
+LAYERS = 30
+"""Of the pretrained model."""
+TASKS = {"sums": SUMS, "code": CODE}
+
+
+def schedules(mus: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Name -> mu of the first and of the second regime."""
+    return {f"{first}-{second}": (first, second) for first in mus for second in mus}
+
+
+SCHEDULES = {task: schedules(task.mus) for task in TASKS.values()}
+
+
+def constants(cell: str) -> tuple[str, ...]:
+    """The schedules of a cell with one mu."""
+    return tuple(f"{mu}-{mu}" for mu in CELLS[cell].task.mus)
+
+
+def oracles(cell: str) -> tuple[str, str]:
+    """The schedules that know a cell's regimes: from 0.5, and from one end, to the other end."""
+    low, *_, high = CELLS[cell].task.mus
+    first, second = (high, low) if CELLS[cell].less else (low, high)
+    return f"0.5-{second}", f"{first}-{second}"
+
+
 ROLLOUTS = {
     "num_prompts": 8,
     "num_generations": 4,
-    "max_completion_length": LENGTH,
     "function": "research.adaptive_model:sample",
     "correction": "none",
+    "log_samples_every": 0,
 }
-DEMOS = 8
-LR = 1e-3
-FIRST = 26
-"""The first layer with adapters; the layers before it need no backward pass."""
-LORA = {"rank": 16, "alpha": 32, "target_modules": r".*layers\.(2[6-9])\..*_proj"}
-REWARD = "research.adaptive_task:SumReward"
+OPTIM = {"warmup_steps": 2, "schedule": "constant", "betas": [0.9, 0.99]}
+LORA = {"rank": 16, "alpha": 32}
+REWARD = "research.adaptive_task:AnswerReward"
 
-ADAPTIVE: dict[str, dict[str, Any]] = {
-    "constant-alarm": {
-        "name": "constant-alarm",
-        "mu": 0.5,
-        "alarm": {"warmup": 4, "decay": 0.5, "slack": 1.0, "threshold": 1.5},
+FAST = {"update_every": 1, "ema_decay": 0.5, "signal_decay": 0.5, "kl_decay": 0.5, "max_step": 0.15}
+"""Settings of `gac` for runs of some tens of steps."""
+FASTEST = {
+    "name": "gac",
+    "weight": "one",
+    "update_every": 1,
+    "signal_decay": 0.0,
+    "ema": "none",
+    "max_step": 1.0,
+    "prior_blend": 1.0,
+    "alpha_init": 0.15,
+    "kl_up": 0.0,
+    "kl_down": 0.0,
+}
+"""`gac` without a prior, averages, a limit per step or a KL loop: it follows its signals."""
+ALARM = {"warmup": 4, "decay": 0.5, "slack": 1.0, "threshold": 1.5}
+ADAPTIVE: dict[Task, dict[str, dict[str, Any]]] = {
+    SUMS: {
+        "constant-alarm": {"name": "constant-alarm", "mu": 0.5, "alarm": ALARM},
+        "gac": {"name": "gac", "weight": "one", **FAST, "kl_target": 0.3},
+        "gac-paper": {"name": "gac-paper", "weight": "one"},
     },
-    "gac": {
-        "name": "gac",
-        "weight": "one",
-        "update_every": 1,
-        "ema_decay": 0.5,
-        "signal_decay": 0.5,
-        "kl_decay": 0.5,
-        "max_step": 0.15,
-        "kl_target": 0.3,
+    CODE: {
+        "constant-alarm": {
+            "name": "constant-alarm",
+            "mu": 0.98,
+            "alarm": ALARM | {"slack": 0.5, "threshold": 0.6},
+        },
+        "gac-fast": FASTEST,
+        "gac": {"name": "gac", "weight": "one", **FAST, "kl_target": 0.3, "kl_sign": -1},
+        "gac-paper": {"name": "gac-paper", "weight": "one"},
     },
-    "gac-paper": {"name": "gac-paper", "weight": "one"},
 }
 """The adaptive arms: their method and what differs from its defaults."""
-SINGLE: dict[str, dict[str, Any]] = {"sft": {"name": "sft"}, "grpo": {"name": "grpo"}}
+SINGLE: dict[str, Mapping[str, Any]] = {"sft": {"name": "sft"}, "grpo": {"name": "grpo"}}
+SEQUENCE = {"name": "sft-then-rl", "sft_steps": 14, "mu": 0.0}
+"""SFT to the earliest step at which the demonstrations of the code turn bad, then RL."""
 CHORD = {"name": "chord-mu", "schedule": {"peak": 0.9, "valley": 0.05, "decay": 7}}
 """CHORD's schedule over 60% of the run; only in the figures."""
 DRAWN = ("gac", "gac-paper", "0.5-0.5", "chord-mu")
@@ -135,60 +160,67 @@ class Study:
 
     Args:
         model: folder of the pretrained model.
+        task: what it learns.
         results: folder of the raw rows.
         changes: keys of `TrainConfig` that replace those of the study, for tests and pilots.
-        evaluated: number of held-out problems.
-        steps: optimizer steps of a run.
-        first: the first layer with adapters.
+        evaluated, steps, first: replace those of the task; None: the task's.
     """
 
     def __init__(
         self,
         model: str,
+        task: Task,
         results: Path = RESULTS,
         changes: Mapping[str, Any] | None = None,
-        evaluated: int = EVALUATED,
-        steps: int = STEPS,
-        first: int = FIRST,
+        evaluated: int | None = None,
+        steps: int | None = None,
+        first: int | None = None,
     ) -> None:
-        self.model, self.results, self.changes = model, results, dict(changes or {})
-        self.problems, self.steps = held_out(evaluated), steps
+        self.model, self.task, self.results = model, task, results
+        self.changes, self.steps = dict(changes or {}), steps or task.steps
+        self.problems = held_out(task, evaluated or task.evaluated)
         self.commit = commit()
-        self.first = first
+        self.first = first or task.first
         self.loaded: Any = None
         self.tokenizer: Any = None
         self.initial: dict[str, torch.Tensor] = {}
 
     def method(self, run: Run) -> Mapping[str, Any]:
         """The method of a run; that of a yoked control needs the finished run it copies."""
-        if run.arm in SCHEDULES:
-            return path(*SCHEDULES[run.arm], regimes(run.cell, run.seed, self.steps))
+        named = SCHEDULES[self.task]
+        if run.arm in named:
+            return path(*named[run.arm], regimes(run.cell, run.seed, self.steps))
         if run.arm.startswith("yoked-"):
             arm = run.arm.removeprefix("yoked-")
             donor = Run(DONORS[run.cell], arm, run.seed)
             values = next(row["mu"] for row in finished(self.results) if key(row) == donor)
             return {"name": "research.adaptive_task:MuPath", "values": values}
-        return (ADAPTIVE | SINGLE | {"chord-mu": CHORD})[run.arm]
+        return (ADAPTIVE[self.task] | SINGLE | {"chord-mu": CHORD, "sft-then-rl": SEQUENCE})[
+            run.arm
+        ]
 
     def config(self, run: Run, folder: Path) -> TrainConfig:
         """Write the data of a run to `folder`; returns its configuration."""
         second = regimes(run.cell, run.seed, self.steps)
-        wrong = [run.cell == "bad-demonstrations" and is_second for is_second in second]
+        bad = [CELLS[run.cell].bad and is_second for is_second in second]
         excluded = {row["prompt"] for row in self.problems}
-        for kind, count in (("prompts", ROLLOUTS["num_prompts"]), ("demos", DEMOS)):
-            write_rows(folder / f"{kind}.jsonl", rows(kind, run.seed, count, wrong, excluded))
+        for kind, count in (("prompts", ROLLOUTS["num_prompts"]), ("demos", self.task.demos)):
+            written = rows(self.task, kind, run.seed, count, bad, excluded)
+            write_rows(folder / f"{kind}.jsonl", written)
         noise = {"noise": noise_of(run.cell, second), "seed": run.seed}
+        trained = "|".join(map(str, range(self.first, LAYERS)))
+        lora = LORA | {"target_modules": rf".*layers\.({trained})\..*_proj"}
         settings = {
             "out": str(folder / "run"),
             "run_name": run.arm,
-            "model": {"path": self.model, "dtype": "bfloat16", "lora": LORA},
+            "model": {"path": self.model, "dtype": "bfloat16", "lora": lora},
             "method": self.method(run),
-            "data": data(folder) | {"order": "research.adaptive_task:InOrder"},
+            "data": self.data(folder) | {"order": "research.adaptive_task:InOrder"},
             "reward": {"name": REWARD, **noise},
-            "rollouts": {**ROLLOUTS, "log_samples_every": 0},
-            "demo_batch_size": DEMOS,
+            "rollouts": {**ROLLOUTS, "max_completion_length": self.task.length},
+            "demo_batch_size": self.task.demos,
             "steps": self.steps,
-            "optim": {"lr": LR, "warmup_steps": 2, "schedule": "constant", "betas": [0.9, 0.99]},
+            "optim": OPTIM | {"lr": self.task.lr},
             "micro_batch_size": 1000,
             "checkpoint_every": 10**6,
             "export": False,
@@ -251,9 +283,14 @@ class Study:
         """Whether the greedy answer to each held-out problem is right."""
         with tempfile.TemporaryDirectory() as name:
             write_rows(Path(name) / "demos.jsonl", self.problems)
-            config = load(DataConfig, {**data(Path(name)), "prompts": None})
+            config = load(DataConfig, {**self.data(Path(name)), "prompts": None})
             rows = [demo_row(example) for example in load_demos(config, self.tokenizer)]
-        return greedy_matches(self.loaded, rows, LENGTH)
+        return greedy_matches(self.loaded, rows, self.task.length)
+
+    def data(self, folder: Path) -> dict[str, Any]:
+        """The keys of `data` for the rows in `folder`."""
+        files = {kind: str(folder / f"{kind}.jsonl") for kind in ("prompts", "demos")}
+        return {**files, "template": self.task.template}
 
 
 COLUMNS = (
@@ -272,12 +309,6 @@ COLUMNS = (
     "demos_suspect",
 )
 """Metrics of each step that a raw row keeps."""
-
-
-def data(folder: Path) -> dict[str, Any]:
-    """The keys of `data` for the rows in `folder`."""
-    files = {kind: str(folder / f"{kind}.jsonl") for kind in ("prompts", "demos")}
-    return {**files, "template": TEMPLATE}
 
 
 def key(row: Mapping[str, Any]) -> Run:
@@ -306,35 +337,55 @@ DONORS = {
     "noisy-rewards": "bad-demonstrations",
     "stationary": "bad-demonstrations",
     "partly-random-rewards": "noisy-rewards",
+    "code-bad-demonstrations": "code-stationary",
 }
 """Cell -> the cell whose run gives a yoked control its path of mu."""
 YOKED = ("gac", "constant-alarm")
-"""Arms with a yoked control."""
+"""Arms of the sums with a yoked control."""
 
 
-def plan() -> Iterator[tuple[str, tuple[str, ...]]]:
+def plan_sums() -> Iterator[tuple[str, tuple[str, ...]]]:
     """(cell, arms) in the order of execution; all seeds of one entry run before the next."""
-    first, second, *others = CELLS
-    yield first, (*CONSTANTS[1:], "gac")
-    yield first, CONSTANTS[:1]
-    yield first, (ORACLES[first][1],)
+    first, second, *others = (cell for cell in CELLS if CELLS[cell].task is SUMS)
+    low, *higher = constants(first)
+    yield first, (*higher, "gac")
+    yield first, (low,)
+    yield first, (oracles(first)[1],)
     yield second, ("gac",)
     yield first, ("yoked-gac",)
     yield first, ("constant-alarm",)
-    yield second, (*CONSTANTS, ORACLES[second][1], "yoked-gac")
-    yield second, ("constant-alarm", "gac-paper", ORACLES[second][0])
-    yield first, ("yoked-constant-alarm", "gac-paper", ORACLES[first][0])
+    yield second, (*constants(second), oracles(second)[1], "yoked-gac")
+    yield second, ("constant-alarm", "gac-paper", oracles(second)[0])
+    yield first, ("yoked-constant-alarm", "gac-paper", oracles(first)[0])
     yield second, ("yoked-constant-alarm",)
     yield first, tuple(SINGLE)
     yield second, tuple(SINGLE)
     for cell in others:
-        yield cell, (*CONSTANTS, *ORACLES[cell], *ADAPTIVE)
+        yield cell, (*constants(cell), *oracles(cell), *ADAPTIVE[SUMS])
         yield cell, tuple(f"yoked-{arm}" for arm in YOKED)
 
 
-def runs(seeds: Sequence[int] = SEEDS) -> Iterator[Run]:
+def plan_code() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """As `plan_sums`."""
+    cell, still = "code-bad-demonstrations", "code-stationary"
+    lowest, low, middle, high = constants(cell)
+    yield cell, (oracles(cell)[1], low, "gac-fast", "constant-alarm")
+    yield cell, (lowest,)
+    yield still, ("constant-alarm",)
+    yield cell, ("yoked-constant-alarm",)
+    yield still, ("gac-fast",)
+    yield cell, ("yoked-gac-fast",)
+    yield cell, (middle,)
+    yield cell, ("gac", "sft-then-rl")
+    yield cell, (high, oracles(cell)[0], "gac-paper", *SINGLE)
+
+
+PLANS = {SUMS: plan_sums, CODE: plan_code}
+
+
+def runs(task: Task, seeds: Sequence[int] = SEEDS) -> Iterator[Run]:
     """All runs in order: within an entry of the plan seed by seed, the arms in changing order."""
-    for cell, arms in plan():
+    for cell, arms in PLANS[task]():
         for seed in seeds:
             shuffled = random.Random(f"{cell}/{seed}").sample(arms, len(arms))
             yield from (Run(cell, arm, seed) for arm in shuffled)
@@ -344,23 +395,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what has no row yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m research.adaptive_run", description=__doc__)
     parser.add_argument("--model", required=True, help="folder that tools.real_model wrote")
+    parser.add_argument("--task", choices=TASKS, default="code", help="what the model learns")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/adaptive"), help="for its reduced copy"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the raw rows")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="only these seeds")
     parser.add_argument("--hours", type=float, default=24.0, help="start no run after that time")
     parser.add_argument("--figures", type=Path, help="only draw one run per arm, in a new folder")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     end = time.monotonic() + 3600 * args.hours
-    if not (args.out / "tokenizer_config.json").exists():  # the last file written
-        reduce_vocabulary(args.model, args.out, texts())
-    study = Study(str(args.out), args.results)
+    task, folder = TASKS[args.task], args.out / args.task
+    if not (folder / "tokenizer_config.json").exists():  # the last file written
+        reduce_vocabulary(args.model, folder, task.texts())
+    study = Study(str(folder), task, args.results)
     if args.figures is not None:
         print(draw(study, args.figures))
     else:
-        execute_all(study, runs(), end)
+        execute_all(study, runs(task, args.seeds), end)
     return 0
 
 

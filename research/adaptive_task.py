@@ -1,15 +1,16 @@
-"""The task of the study of adaptive mu, its cells, its reward and its schedules.
+"""The tasks of the study of adaptive mu, their cells, their reward and their schedules.
 
-A pretrained model finishes sums. In a *cell*, the demonstrations or the rewards have two *regimes*:
-the first is clean, and the second is not. When each step belongs to which regime is drawn per seed.
+A pretrained model finishes sums, or learns a code. In a *cell*, the demonstrations or the rewards
+have two *regimes*: the first is clean, and the second is not. When each step belongs to which
+regime is drawn per seed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gac.data import Example
 from gac.methods.base import TokenWeighted
@@ -17,48 +18,145 @@ from gac.order import Order
 from gac.rewards import Reward
 from gac.types import Mix, Observation, State
 
-STEPS = 12
-TERMS = range(11, 50)
-"""Every sum has two digits, and each digit is a token."""
-TEMPLATE = "<|im_start|>assistant\n{prompt} = "
-"""The beginning of an answer in the model's chat template."""
-LENGTH = 2
-"""Tokens of a response: the two digits."""
-CELLS = ("bad-demonstrations", "noisy-rewards", "stationary", "partly-random-rewards")
 PARTLY = 0.3
 """Share of random rewards in the second regime of `partly-random-rewards`."""
 
 
-def problem(rng: random.Random) -> dict[str, Any]:
-    """A sum of two different digits; `answer` is the text that the model should write."""
+class Problem(NamedTuple):
+    """What the model finishes, how it should, and a systematic error that it can learn."""
+
+    prompt: str
+    answer: str
+    wrong: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the model learns. All prompts, and all answers, have equally many tokens."""
+
+    draw: Callable[[random.Random], Problem]
+    template: str
+    """The beginning of an answer in the model's chat template."""
+    prompts: tuple[str, ...]
+    """Prompts that contain every token of the task."""
+    steps: int
+    """Optimizer steps of a run."""
+    demos: int
+    """Demonstrations of a step."""
+    lr: float
+    """The learning rate."""
+    first: int
+    """The first layer with adapters; the layers before it need no backward pass."""
+    evaluated: int
+    """Number of held-out problems."""
+    mus: tuple[float, ...]
+    """The constants of the study, lowest first."""
+    length: int = 2
+    """Tokens of a response: two digits."""
+
+    def texts(self) -> list[str]:
+        """Texts that contain every token of the task."""
+        return [self.template.format(prompt=prompt) for prompt in self.prompts]
+
+
+TERMS = range(11, 50)
+"""Every sum has two digits, and each digit is a token."""
+
+
+def draw_sum(rng: random.Random) -> Problem:
+    """A sum of two different digits; the error is to write the digits in the wrong order."""
     while True:
         a, b = rng.choice(TERMS), rng.choice(TERMS)
         if (a + b) % 11:
             break
-    return {"prompt": f"{a} + {b}", "answer": str(a + b)}
+    return Problem(f"{a} + {b}", str(a + b), str(a + b)[::-1])
 
 
-def texts() -> list[str]:
-    """Texts that contain every token of the task."""
-    return [TEMPLATE.format(prompt=f"{a} + {b}") for a in TERMS for b in TERMS]
+CODED = range(1, 6)
+"""The first two digits of a prompt."""
+SHIFT = 2
+"""The code moves a digit by SHIFT within `CODED`, in a circle, and the wrong code by -SHIFT."""
 
 
-def wrong(answer: str) -> str:
-    """The digits in the wrong order: a systematic error, which the model can learn."""
-    return answer[::-1]
+def draw_code(rng: random.Random) -> Problem:
+    """Three digits; the answer is the first two in a code that the pretrained model cannot know."""
+    first, second = rng.choice(CODED), rng.choice(CODED)
+    coded, wrong = (
+        "".join(str((digit - 1 + shift) % len(CODED) + 1) for digit in (first, second))
+        for shift in (SHIFT, -SHIFT)
+    )
+    return Problem(f"{first}{second}{rng.randrange(10)}", coded, wrong)
 
 
-def held_out(count: int) -> list[dict[str, Any]]:
+SUMS = Task(
+    draw_sum,
+    "<|im_start|>assistant\n{prompt} = ",
+    tuple(f"{a} + {b}" for a in TERMS for b in TERMS),
+    steps=12,
+    demos=8,
+    lr=1e-3,
+    first=26,
+    evaluated=500,
+    mus=(0.02, 0.5, 0.98),
+)
+CODE = Task(
+    draw_code,
+    "<|im_start|>assistant\n{prompt}, {prompt}, ",
+    ("012", "345", "678", "999"),
+    steps=28,
+    demos=16,
+    lr=4e-3,
+    first=24,
+    evaluated=100,
+    mus=(0.02, 0.1, 0.5, 0.98),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task, and what its second regime changes."""
+
+    task: Task
+    less: bool = False
+    """Whether mu should be lower in the second regime, or higher."""
+    bad: bool = False
+    """Whether the demonstrations of the second regime are wrong."""
+    noise: tuple[float, float] = (0.0, 0.0)
+    """The probability with which a reward is replaced by a coin, in each regime."""
+    changes: str = "once"
+    """When the regime changes: "once", at a random step of the middle third; "late", at one of the
+    third quarter; in two "bursts", of a quarter of the run each; "never", but schedules switch in
+    the middle.
+    """
+
+
+CELLS = {
+    "bad-demonstrations": Cell(SUMS, less=True, bad=True),
+    "noisy-rewards": Cell(SUMS, noise=(0.0, 1.0), changes="bursts"),
+    "stationary": Cell(SUMS, less=True, changes="never"),
+    "partly-random-rewards": Cell(SUMS, noise=(0.0, PARTLY)),
+    "code-bad-demonstrations": Cell(CODE, less=True, bad=True, changes="late"),
+    "code-stationary": Cell(CODE, less=True, changes="never"),
+}
+
+
+def held_out(task: Task, count: int) -> list[dict[str, Any]]:
     """The problems of the evaluation, the same for all runs; none is in `rows`."""
     rng, found = random.Random("held out"), {}
     while len(found) < count:
-        row = problem(rng)
-        found[row["prompt"]] = row | {"solution": row["answer"]}
-    return list(found.values())
+        problem = task.draw(rng)
+        found[problem.prompt] = problem
+    return [row(problem) for problem in found.values()]
+
+
+def row(problem: Problem, *, bad: bool = False) -> dict[str, str]:
+    """The row of a problem in a data file; with `bad`, its demonstration is wrong."""
+    solution = problem.wrong if bad else problem.answer
+    return {"prompt": problem.prompt, "answer": problem.answer, "solution": solution}
 
 
 def rows(
-    kind: str, seed: int, per_step: int, bad: Sequence[bool], excluded: set[str]
+    task: Task, kind: str, seed: int, per_step: int, bad: Sequence[bool], excluded: set[str]
 ) -> list[dict[str, Any]]:
     """The rows of a run in the order in which it visits them, `per_step` for each step.
 
@@ -68,25 +166,20 @@ def rows(
     rng = random.Random(f"{kind}/{seed}")
     found: list[dict[str, Any]] = []
     while len(found) < per_step * len(bad):
-        row = problem(rng)
-        if row["prompt"] not in excluded:
-            is_wrong = bad[len(found) // per_step]
-            solution = wrong(row["answer"]) if is_wrong else row["answer"]
-            found.append(row | {"solution": solution})
+        problem = task.draw(rng)
+        if problem.prompt not in excluded:
+            found.append(row(problem, bad=bad[len(found) // per_step]))
     return found
 
 
-def regimes(cell: str, seed: int, steps: int = STEPS) -> list[bool]:
-    """Whether each step is in the cell's second regime.
-
-    `noisy-rewards` has two bursts of a quarter of the run; `stationary` changes nothing, and its
-    schedules switch in the middle; the other cells change once, in the middle third.
-    """
-    rng, quarter = random.Random(f"{cell}/{seed}"), steps // 4
-    if cell == "stationary":
+def regimes(cell: str, seed: int, steps: int) -> list[bool]:
+    """Whether each step of a run is in the cell's second regime."""
+    rng, quarter, changes = random.Random(f"{cell}/{seed}"), steps // 4, CELLS[cell].changes
+    if changes == "never":
         return [t >= steps // 2 for t in range(steps)]
-    if cell != "noisy-rewards":
-        change = rng.randint(steps // 3, 2 * steps // 3)
+    if changes in ("once", "late"):
+        third = steps // 3, 2 * steps // 3
+        change = rng.randint(*(third if changes == "once" else (2 * quarter, 3 * quarter)))
         return [t >= change for t in range(steps)]
     free = steps - 2 * quarter
     before = rng.randint(1, free - 1)
@@ -105,15 +198,15 @@ class InOrder(Order):
         return list(range(self.n))
 
 
-class SumReward(Reward):
-    """1 for the right number, else 0; in noisy steps replaced by a fair coin.
+class AnswerReward(Reward):
+    """1 for the right answer, else 0; in noisy steps replaced by a fair coin.
 
     Args:
         noise: the probability of that in each step.
         seed: of the coins, which do not depend on the completions.
     """
 
-    name = "sum"
+    name = "answer"
 
     def __init__(self, noise: Sequence[float] = (), seed: int = 0) -> None:
         self.noise, self.seed, self.step = tuple(noise), seed, 0
@@ -135,8 +228,7 @@ class SumReward(Reward):
 
 def noise_of(cell: str, second: Sequence[bool]) -> list[float]:
     """The probability with which a reward is replaced, in each step."""
-    level = {"noisy-rewards": 1.0, "partly-random-rewards": PARTLY}.get(cell, 0.0)
-    return [level * is_second for is_second in second]
+    return [CELLS[cell].noise[is_second] for is_second in second]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import string
 from types import SimpleNamespace
 
@@ -22,13 +23,12 @@ from research.adaptive_model import frozen_of, inference, reduce_vocabulary
 from research.adaptive_run import Run, Study
 from research.adaptive_task import (
     CELLS,
-    LENGTH,
-    TEMPLATE,
-    SumReward,
+    CODE,
+    SUMS,
+    AnswerReward,
     held_out,
     regimes,
     rows,
-    wrong,
 )
 
 STEPS = 4
@@ -48,7 +48,8 @@ def study(tmp_path_factory):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     lora = adaptive_run.LORA | {"target_modules": r".*layers\.1\..*_proj"}
     changes = {"model": {"path": str(folder), "lora": lora}}
-    return Study(str(folder), folder / "results", changes, evaluated=30, steps=STEPS, first=1)
+    settings = {"evaluated": 30, "steps": STEPS, "first": 1}
+    return Study(str(folder), SUMS, folder / "results", changes, **settings)
 
 
 def test_the_program_trains_evaluates_and_continues(study, monkeypatch):
@@ -92,10 +93,12 @@ def test_the_exact_evaluation_equals_greedy_decoding(study, tmp_path):
         if "lora_B" in name:
             weight.data.zero_()  # the model is the pretrained one again
     prompts = [example.prompt for example in load_prompts(_data(tmp_path, study), study.tokenizer)]
-    settings = {"temperature": 0.0, "max_completion_length": LENGTH}
+    settings = {"temperature": 0.0, "max_completion_length": SUMS.length}
     written = generate(plain, study.tokenizer, prompts, **settings)
     texts = [study.tokenizer.decode(ids) for ids in written]
-    usable = [i for i, text in enumerate(texts) if len(text) == LENGTH and text == text.strip()]
+    usable = [
+        i for i, text in enumerate(texts) if len(text) == SUMS.length and text == text.strip()
+    ]
     assert len(usable) >= 10
     for i in usable[::2]:
         study.problems[i] |= {"answer": texts[i], "solution": texts[i]}
@@ -153,41 +156,52 @@ def test_a_reduced_vocabulary_leaves_the_logits_of_its_tokens(study, tmp_path):
 
 def _data(folder, study):
     write_rows(folder / "prompts.jsonl", study.problems)
-    return load(DataConfig, {"prompts": str(folder / "prompts.jsonl"), "template": TEMPLATE})
+    return load(DataConfig, {"prompts": str(folder / "prompts.jsonl"), "template": SUMS.template})
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_regimes_of_a_cell(cell):
-    found = [regimes(cell, seed, 12) for seed in range(40)]
+    steps = CELLS[cell].task.steps
+    found = [regimes(cell, seed, steps) for seed in range(100)]
     assert not any(second[0] for second in found)
     changes = [sum(a != b for a, b in itertools.pairwise(second)) for second in found]
-    if cell == "noisy-rewards":
-        assert {sum(second) for second in found} == {6}
+    if CELLS[cell].changes == "bursts":
+        assert {sum(second) for second in found} == {steps // 2}
         assert set(changes) <= {3, 4}
         return
     assert set(changes) == {1}
     starts = {second.index(True) for second in found}
-    assert starts == ({6} if cell == "stationary" else {4, 5, 6, 7, 8})
+    expected = {"once": {4, 5, 6, 7, 8}, "late": set(range(14, 22)), "never": {steps // 2}}
+    assert starts == expected[CELLS[cell].changes]
 
 
-def test_rows_are_paired_and_held_out():
+@pytest.mark.parametrize("task", [SUMS, CODE])
+def test_rows_are_paired_and_held_out(task):
     """Cells share the problems of a seed; only the solutions of the bad regime differ."""
-    problems = held_out(500)
-    excluded = {row["prompt"] for row in problems}
-    bad = [False, True]
-    good = rows("demos", 1, 50, [False, False], excluded)
-    mixed = rows("demos", 1, 50, bad, excluded)
-    assert len(excluded) == 500
+    excluded = {row["prompt"] for row in held_out(task, task.evaluated)}
+    good = rows(task, "demos", 1, 50, [False, False], excluded)
+    mixed = rows(task, "demos", 1, 50, [False, True], excluded)
+    assert len(excluded) == task.evaluated
     assert not excluded & {row["prompt"] for row in good}
     assert [row["prompt"] for row in good] == [row["prompt"] for row in mixed]
     assert good[:50] == mixed[:50]
     assert all(row["solution"] != row["answer"] for row in mixed[50:])
     assert all(row["solution"] == row["answer"] for row in good)
-    assert wrong("57") == "75"
+
+
+def test_the_answers_of_the_tasks():
+    """`draw` is random, so the right answers are computed again from the prompts."""
+    rng = random.Random(0)
+    for prompt, answer, wrong in (SUMS.draw(rng) for _ in range(20)):
+        assert int(answer) == sum(map(int, prompt.split(" + ")))
+        assert wrong == answer[1] + answer[0]
+    for prompt, answer, wrong in (CODE.draw(rng) for _ in range(20)):
+        assert answer == prompt[:2].translate(str.maketrans("12345", "34512"))
+        assert wrong == prompt[:2].translate(str.maketrans("12345", "45123"))
 
 
 def test_noise_replaces_rewards_by_coins_that_do_not_depend_on_the_answers():
-    reward, right = SumReward([0.0, 1.0], seed=3), SimpleNamespace(answer="42")
+    reward, right = AnswerReward([0.0, 1.0], seed=3), SimpleNamespace(answer="42")
     reward.set_step(0)
     assert reward.outcomes(["42", "43", "42."], [right] * 3) == [1.0, 0.0, 0.0]
     reward.set_step(1)

@@ -15,7 +15,10 @@ from research import adaptive_results
 FOLDER = Path(__file__).resolve().parents[1]
 PAGE = (FOLDER / "adaptive.md").read_text()
 SEEDS = range(8)
-CONSTANTS = ("0.02-0.02", "0.5-0.5", "0.98-0.98")
+CONSTANTS = {
+    "sums": ["0.02-0.02", "0.5-0.5", "0.98-0.98"],
+    "code": ["0.02-0.02", "0.1-0.1", "0.5-0.5", "0.9-0.9", "0.98-0.98"],
+}
 
 
 def tails(t: float, freedom: int) -> float:
@@ -76,67 +79,73 @@ def test_students_distribution():
         assert quantile(p, freedom) == pytest.approx(t, abs=1e-3)
 
 
-def test_the_judged_differences():
-    arms_of, shown = accuracies(), lines("judged")
-    if not shown:
-        pytest.skip("no comparison is complete")
-    computed = []
-    per_seed = defaultdict(list)
-    for cell, arm, against, *_ in shown:
+@pytest.mark.parametrize("task", CONSTANTS)
+def test_the_accuracies_and_the_judged_differences(task):
+    arms_of, shown = accuracies(), lines(task)
+    printed, computed, per_seed = [], [], defaultdict(list)
+    for cell, arm, accuracy, *judged in shown:
         if cell != "all cells":
-            arms = arms_of[cell]
-            constant = against == "best constant"
-            run = [name for name in CONSTANTS if name in arms]
-            other = chosen(arms, run) if constant else arms[f"yoked-{arm}"]
-            per_seed[arm, against].append(np.subtract(arms[arm], other))
-            difference = per_seed[arm, against][-1]
-        else:
-            difference = sum(per_seed[arm, against]) / len(per_seed[arm, against])
-        sd = math.sqrt(sum((d - sum(difference) / 8) ** 2 for d in difference) / 7)
-        mean, error = sum(difference) / 8, sd / math.sqrt(8)
-        half = quantile(0.975, 7) * error
-        p = tails(mean / error, 7) if error else 1.0
-        computed.append((mean, mean - half, mean + half, p, error))
-    ps = [row[3] for row in computed]
-    for line, (mean, low, high, p, error) in zip(shown, computed, strict=True):
-        assert numbers(line[3]) == pytest.approx([100 * mean, 100 * low, 100 * high], abs=0.06)
-        assert float(line[4]) == pytest.approx(p, abs=1e-3)
+            assert numbers(accuracy)[0] == pytest.approx(
+                100 * np.mean(arms_of[cell][arm]), abs=0.06
+            )
+        for against, text in (("best", judged[:3]), ("yoked", judged[3:])):
+            if not text[0]:
+                continue
+            if cell != "all cells":
+                arms = arms_of[cell]
+                best = against == "best"
+                other = chosen(arms, CONSTANTS[task]) if best else arms[f"yoked-{arm}"]
+                per_seed[arm, against].append(np.subtract(arms[arm], other))
+                difference = per_seed[arm, against][-1]
+            else:
+                difference = sum(per_seed[arm, against]) / len(per_seed[arm, against])
+            mean = sum(difference) / 8
+            error = math.sqrt(sum((d - mean) ** 2 for d in difference) / 7 / 8)
+            half = quantile(0.975, 7) * error
+            p = tails(mean / error, 7) if error else float(mean == 0)
+            visible = (quantile(0.975, 7) + quantile(0.8, 7)) * error
+            printed.append([*numbers(text[0]), float(text[1]), float(text[2])])
+            computed.append((mean, half, p, visible))
+    ps = [row[2] for row in computed]
+    for text, (mean, half, p, visible) in zip(printed, computed, strict=True):
         ranked = sorted(ps)  # Holm: the largest of the scaled p-values up to this one
-        scaled = [(len(ps) - i) * q for i, q in enumerate(ranked) if q <= p]
-        assert float(line[5]) == pytest.approx(min(1, max(scaled)), abs=2e-3)
-        visible = (quantile(0.975, 7) + quantile(0.8, 7)) * error
-        assert float(line[6]) == pytest.approx(100 * visible, abs=0.06)
-        strict = (quantile(1 - 0.025 / len(ps), 7) + quantile(0.8, 7)) * error
-        assert float(line[7]) == pytest.approx(100 * strict, abs=0.06)
+        corrected = min(1, max((len(ps) - i) * q for i, q in enumerate(ranked) if q <= p))
+        expected = [100 * mean, 100 * (mean - half), 100 * (mean + half)]
+        assert text[:3] == pytest.approx(expected, abs=0.06)
+        assert text[3] == pytest.approx(corrected, abs=2e-3)
+        assert text[4] == pytest.approx(100 * visible, abs=0.06)
 
 
-def test_the_headroom_and_the_accuracies():
+def test_no_complete_arm_is_left_out():
+    arms_of, rows = accuracies(), [row for task in CONSTANTS for row in lines(task)]
+    shown = {(cell, arm) for cell, arm, *_ in rows if cell != "all cells"}
+    assert shown == {(cell, arm) for cell, arms in arms_of.items() for arm in arms}
+
+
+def test_the_headroom():
     arms_of = accuracies()
     for cell, means, headroom, enough in lines("headroom"):
         arms, pairs = arms_of[cell], [part.split(": ") for part in means.split("; ")]
         for name, text in pairs:
             assert float(text) == pytest.approx(100 * sum(arms[name]) / 8, abs=0.06)
         schedules = [name for name, _ in pairs]
-        assert schedules[:3] == list(CONSTANTS)
-        gap = np.subtract(chosen(arms, schedules), chosen(arms, list(CONSTANTS)))
+        constants = CONSTANTS["code" if cell.startswith("code") else "sums"]
+        assert schedules[: len(constants)] == constants
+        gap = np.subtract(chosen(arms, schedules), chosen(arms, constants))
         assert numbers(headroom)[0] == pytest.approx(100 * gap.mean(), abs=0.06)
         assert enough == ("yes" if gap.mean() >= 0.02 else "no")
-    head = PAGE.split("adaptive_results accuracy -->")[1].split("|")[2:]
-    cells = [cell.strip() for cell in head[: head.index("\n")]]
-    for arm, *texts in lines("accuracy"):
-        for cell, text in zip(cells, texts, strict=True):
-            if text:
-                assert numbers(text)[0] == pytest.approx(
-                    100 * np.mean(arms_of[cell][arm]), abs=0.06
-                )
 
 
 def test_the_paths_of_mu():
     path = FOLDER / "results" / "adaptive" / "runs.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     for cell, arm, *shown, _ in lines("paths"):
-        paths = np.array([r["mu"] for r in rows if r["cell"] == cell and r["arm"] == arm])
-        assert len(paths) == len(SEEDS)
-        for step, text in zip((1, 3, 6, 9, 12), shown, strict=True):
-            mu = paths[:, step - 1]
+        runs = [r for r in rows if r["cell"] == cell and r["arm"] == arm]
+        assert len(runs) == len(SEEDS)
+        changes = [r["second"].index(1) for r in runs]
+        ends = [len(r["mu"]) - 1 for r in runs]
+        for at, text in zip(
+            ([0] * 8, [c - 1 for c in changes], [c + 2 for c in changes], ends), shown, strict=True
+        ):
+            mu = np.array([r["mu"][i] for r, i in zip(runs, at, strict=True)])
             assert numbers(text) == pytest.approx([mu.mean(), mu.min(), mu.max()], abs=0.006)
