@@ -143,9 +143,9 @@ class Comparison(NamedTuple):
 
 
 def cells(task: Task, found: Table) -> list[str]:
-    """The cells of a task with at least two complete constants."""
+    """The cells of a task with a complete constant."""
     own = (cell for cell in CELLS if CELLS[cell].task is task)
-    return [cell for cell in own if len(complete(found[cell], constants(cell))) > 1]
+    return [cell for cell in own if complete(found[cell], constants(cell))]
 
 
 def schedules(found: Table, cell: str) -> list[str]:
@@ -215,20 +215,29 @@ def headroom_table(found: Table) -> str:
 
 
 def arms_table(task: Task, found: Table) -> str:
-    """The accuracy of every complete arm in each cell of a task, and the judged comparisons."""
+    """The judged comparisons of a task, and below them the accuracies of the other arms.
+
+    Those of the constants and the oracles are in `headroom_table`.
+    """
     judged = {(row.cell, row.arm, row.against): row for row in comparisons(task, found)}
-    lines = []
+    lines, others = [], ""
     for cell in (c for c in CELLS if CELLS[c].task is task):
         arms = found[cell]
-        ran = complete(arms, list(arms))
-        for arm in sorted(ran, key=lambda a: (a in SCHEDULES[task], -values(arms, a).mean())):
-            result = estimate(values(arms, arm))
-            accuracy = f"{100 * result.mean:.1f} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
-            lines.append([cell, f"`{arm}`", accuracy, *_judged(judged, cell, arm)])
+        own = [arm for arm in ADAPTIVE[task] if (cell, arm, BEST) in judged]
+        lines += [[cell, f"`{a}`", _accuracy(arms, a), *_judged(judged, cell, a)] for a in own]
+        rest = [a for a in complete(arms, sorted(arms)) if a not in {*own, *SCHEDULES[task]}]
+        if rest:
+            shown = "; ".join(f"`{arm}` {_accuracy(arms, arm)}" for arm in rest)
+            others += f"\n\n{cell}, other arms: {shown}."
     over = [arm for arm in ADAPTIVE[task] if (ALL, arm, BEST) in judged]
     lines += [[ALL, f"`{arm}`", "", *_judged(judged, ALL, arm)] for arm in over]
     versus = [x for name in (BEST, "yoked control") for x in (f"minus {name}", "p", "visible")]
-    return markdown_table(["cell", "arm", "accuracy", *versus], lines)
+    return markdown_table(["cell", "arm", "accuracy", *versus], lines) + others
+
+
+def _accuracy(arms: Arms, arm: str) -> str:
+    result = estimate(values(arms, arm))
+    return f"{100 * result.mean:.1f} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
 
 
 def _judged(rows: Mapping[tuple[str, str, str], Comparison], cell: str, arm: str) -> list[str]:
@@ -257,7 +266,7 @@ def path_table(rows: Sequence[Mapping[str, Any]], found: Table) -> str:
             lowered = sum(any(row["demos_suspect"]) for row in runs)
             alarm = f"{lowered} of {len(runs)}" if runs[0]["demos_suspect"][0] is not None else ""
             lines.append([cell, f"`{arm}`", *shown, alarm])
-    heads = ["first step", "last before the change", "third after it", "last step", "alarms"]
+    heads = ["step 1", "last before the change", "third after it", "last step", "alarms"]
     return markdown_table(["cell", "arm", *heads], lines)
 
 
