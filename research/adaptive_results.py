@@ -253,12 +253,18 @@ def _three(row: Comparison) -> list[str]:
     return [_interval(row.result), f"{row.adjusted:.3f}", f"{100 * row.visible:.1f}"]
 
 
+MOVED = 0.1
+"""Smallest range of the mean mu over a run that `path_table` shows."""
+
+
 def path_table(rows: Sequence[Mapping[str, Any]], found: Table) -> str:
-    """mu of the adaptive arms around the change: the mean, and the range over the seeds."""
+    """mu around the change, of the adaptive arms that move it: the mean, and the range of seeds."""
     lines = []
     for cell, spec in CELLS.items():
         for arm in complete(found[cell], list(ADAPTIVE[spec.task])):
             runs = [row for row in rows if (row["cell"], row["arm"]) == (cell, arm)]
+            if np.ptp(np.mean([row["mu"] for row in runs], axis=0)) < MOVED:
+                continue
             shown = []
             for at in (first_step, last_before, third_after, last_step):
                 mu = [row["mu"][at(row["second"])] for row in runs]
@@ -290,9 +296,43 @@ def last_step(second: Sequence[int]) -> int:
     return len(second) - 1
 
 
+def paying(found: Table) -> list[str]:
+    """The arms that beat the best constant and their yoked control in a cell with headroom."""
+    arms = []
+    for task in (CODE, SUMS):
+        better = {
+            (row.cell, row.arm, row.against)
+            for row in comparisons(task, found)
+            if row.result.mean > 0 and row.adjusted < 0.05
+        }
+        for cell in cells(task, found):
+            if headroom(found, cell).mean >= NEEDED:
+                both = (arm for arm in ADAPTIVE[task] if (cell, arm, f"yoked-{arm}") in better)
+                arms += [arm for arm in both if (cell, arm, BEST) in better]
+    return arms
+
+
 def sentence(found: Table) -> str:
     """What a user should know."""
-    return "TODO\n"
+    cell = "code-bad-demonstrations"
+    rows = {row[:3]: row for task in (CODE, SUMS) for row in comparisons(task, found)}
+    if (cell, "gac-fast", BEST) not in rows:
+        return "An adaptive mu has not been compared on a pretrained model yet.\n"
+    paid = paying(found)
+    fast, alarm = (rows[cell, arm, BEST] for arm in ("gac-fast", "constant-alarm"))
+    bad, noisy = (rows[name, "gac", BEST] for name in ("bad-demonstrations", "noisy-rewards"))
+    return (
+        f"On a pretrained model of 135 million parameters, an adaptive mu "
+        f"{'paid: ' + ', '.join(paid) if paid else 'did not pay'} (eight seeds). Where\n"
+        "demonstrations of a new code turn bad, a schedule that knows the moment gains "
+        f"{_interval(headroom(found, cell))} points over\n"
+        f"the best constant; `gac` without a prior gained {_interval(fast.result)}, and "
+        f"`constant-alarm` {_interval(alarm.result)}\n"
+        f"(differences of {100 * fast.visible:.0f} and {100 * alarm.visible:.0f} would have been "
+        "seen). In sums, such a schedule gains nothing, and `gac` gained\n"
+        f"{_interval(bad.result)} with bad demonstrations and {_interval(noisy.result)} with noisy "
+        "rewards\n([study](../research/adaptive.md)).\n"
+    )
 
 
 def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -308,9 +348,12 @@ def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
         if found[cell]
     ]
     mean = sum(cost) / len(cost)
+    first = [row["reward_mean"][0] for row in rows if CELLS[row["cell"]].task is CODE]
+    first = [share for share in first if share is not None]
     return (
-        f"{len(rows)} runs ({'; '.join(parts)}), {mean:.0f} CPU seconds each; "
-        f"code: {', '.join(commits)}.\n"
+        f"{len(rows)} runs ({'; '.join(parts)}), {mean:.0f} CPU seconds each; code:\n"
+        f"{', '.join(commits)}. Before training, {100 * sum(first) / max(len(first), 1):.1f}% of the "
+        "sampled answers in the code are right.\n"
     )
 
 
