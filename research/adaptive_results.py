@@ -349,11 +349,11 @@ def progress(found: Table, rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     mean = sum(cost) / len(cost)
     first = [row["reward_mean"][0] for row in rows if CELLS[row["cell"]].task is CODE]
-    first = [share for share in first if share is not None]
+    known = [share for share in first if share is not None] or [0.0]
     return (
         f"{len(rows)} runs ({'; '.join(parts)}), {mean:.0f} CPU seconds each; code:\n"
-        f"{', '.join(commits)}. Before training, {100 * sum(first) / max(len(first), 1):.1f}% of the "
-        "sampled answers in the code are right.\n"
+        f"{', '.join(commits)}. Before training, {100 * np.mean(known):.1f}% of the sampled "
+        "answers in the code are right.\n"
     )
 
 

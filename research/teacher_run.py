@@ -38,7 +38,7 @@ from gac.training.record import Logbook
 from gac.training.trainer import Trainer
 from research.adaptive_model import answer_logits, is_answer, reduce_vocabulary, share_frozen
 from research.adaptive_run import REWARD, commit, finished
-from research.adaptive_task import LENGTH, TEMPLATE, held_out, rows, texts
+from research.adaptive_task import SUMS, held_out, rows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "teacher"
 SEEDS, LEAST = range(8), 5
@@ -108,8 +108,10 @@ def others() -> dict[str, list[dict[str, Any]]]:
 
 def write_models(source: str, folder: Path) -> None:
     """Write the model with the task's tokens to `folder`/teacher, with fewer layers to /student."""
-    more = [TEMPLATE.format(prompt=row["prompt"]) for part in others().values() for row in part]
-    reduce_vocabulary(source, folder / "teacher", [*texts(), *more])
+    more = [
+        SUMS.template.format(prompt=row["prompt"]) for part in others().values() for row in part
+    ]
+    reduce_vocabulary(source, folder / "teacher", [*SUMS.texts(), *more])
     write_student(folder / "teacher", folder / "student")
 
 
@@ -171,7 +173,7 @@ class Evaluation:
     problems: dict[str, list[Row]]
     """By task."""
     reference: dict[str, Tensor]
-    """Task -> log-probs [S, LENGTH, V] of the reference, after the first digits of the answer."""
+    """Task -> log-probs [S, 2, V] of the reference, after the first digits of the answer."""
 
     @classmethod
     def of(cls, model: nn.Module, problems: dict[str, list[Row]]) -> Evaluation:
@@ -190,12 +192,12 @@ class Evaluation:
 
 
 def answer_logps(model: nn.Module, part: list[Row]) -> Tensor:
-    """Log-probs [S, LENGTH, V], float64."""
-    return answer_logits(model, part, LENGTH).double().log_softmax(-1)
+    """Log-probs [S, 2, V], float64."""
+    return answer_logits(model, part, SUMS.length).double().log_softmax(-1)
 
 
 def divergence(p: Tensor, q: Tensor) -> float:
-    """Mean KL(p || q) per token of distributions given by log-probs [S, LENGTH, V], nats."""
+    """Mean KL(p || q) per token of distributions given by log-probs [S, 2, V], nats."""
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -230,14 +232,14 @@ class Study:
         every: int = EVERY,
     ) -> None:
         self.folder, self.changes, self.steps, self.every = folder, changes or {}, steps, every
-        self.held_out = {"sums": held_out(evaluated), **others()}
+        self.held_out = {"sums": held_out(SUMS, evaluated), **others()}
         self.models, self.evaluations = SharedModels(), dict[str, Evaluation]()
         self.commit = commit()
 
     def config(self, run: Run, folder: Path) -> TrainConfig:
         """Write the data of a run to `folder`; returns its configuration."""
         excluded = {row["prompt"] for row in self.held_out["sums"]}
-        problems = rows("demos", run.seed, PROMPTS, [False] * self.steps, excluded)
+        problems = rows(SUMS, "demos", run.seed, PROMPTS, [False] * self.steps, excluded)
         for kind in ("prompts", "demos"):
             write_rows(folder / f"{kind}.jsonl", problems)
         own = ARMS[run.experiment][run.arm]
@@ -253,7 +255,7 @@ class Study:
             "rollouts": {
                 "num_prompts": PROMPTS,
                 "num_generations": GENERATIONS,
-                "max_completion_length": LENGTH,
+                "max_completion_length": SUMS.length,
                 "function": "research.adaptive_model:sample",
                 "correction": "none",
                 "log_samples_every": 0,
@@ -335,7 +337,7 @@ class ModelLayers(NamedTuple):
 def data(folder: Path) -> dict[str, Any]:
     """The keys of `data` for the rows in `folder`."""
     files = {kind: str(folder / f"{kind}.jsonl") for kind in ("prompts", "demos")}
-    return {**files, "template": TEMPLATE, "order": "research.adaptive_task:InOrder"}
+    return {**files, "template": SUMS.template, "order": "research.adaptive_task:InOrder"}
 
 
 def key(row: Mapping[str, Any]) -> Run:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Tokenizer
 
 from research import teacher_results, teacher_run
 from research.adaptive_run import finished
-from research.adaptive_task import LENGTH
+from research.adaptive_task import SUMS
 from research.teacher_run import ARMS, Run, Study, divergence
 
 
@@ -71,14 +71,14 @@ def test_distillation_brings_the_student_closer(study):
 
 def test_the_divergence_of_an_answer_is_exact():
     g = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(3, LENGTH, 5, generator=g).double().log_softmax(-1) for _ in range(2))
+    p, q = (torch.randn(3, SUMS.length, 5, generator=g).double().log_softmax(-1) for _ in range(2))
     expected = sum(
         math.exp(p[i, j, v]) * (p[i, j, v] - q[i, j, v])
         for i in range(3)
-        for j in range(LENGTH)
+        for j in range(SUMS.length)
         for v in range(5)
     )
-    assert divergence(p, q) == pytest.approx(float(expected) / (3 * LENGTH))
+    assert divergence(p, q) == pytest.approx(float(expected) / (3 * SUMS.length))
 
 
 def test_the_tables_are_those_of_the_rows(monkeypatch):
