@@ -65,9 +65,12 @@ def values(arms: Arms, name: str) -> np.ndarray:
 
 
 def chosen_elsewhere(arms: Arms, candidates: Sequence[str]) -> np.ndarray:
-    """[seeds] accuracy of the candidate that has the highest mean on the *other* seeds."""
+    """[seeds] accuracy of the candidate with the highest mean on the *other* seeds.
+
+    Of several, it is the first; sums are rounded, so that they tie if the numbers of answers do.
+    """
     matrix = np.array([values(arms, name) for name in candidates])
-    others = matrix.sum(1, keepdims=True) - matrix
+    others = np.round(matrix.sum(1, keepdims=True) - matrix, 9)
     return matrix[others.argmax(0), np.arange(matrix.shape[1])]
 
 

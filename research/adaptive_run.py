@@ -68,10 +68,11 @@ def constants(cell: str) -> tuple[str, ...]:
 
 
 def oracles(cell: str) -> tuple[str, str]:
-    """The schedules that know a cell's regimes: from 0.5, and from one end, to the other end."""
+    """The schedules that know a cell's regimes: between the lowest mu and 0.5, and the highest."""
     low, *_, high = CELLS[cell].task.mus
-    first, second = (high, low) if CELLS[cell].less else (low, high)
-    return f"0.5-{second}", f"{first}-{second}"
+    if CELLS[cell].less:
+        return f"0.5-{low}", f"{high}-{low}"
+    return f"{low}-0.5", f"{low}-{high}"
 
 
 ROLLOUTS = {

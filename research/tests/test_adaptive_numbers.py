@@ -56,7 +56,7 @@ def chosen(arms: dict[str, list[float]], names: list[str]) -> list[float]:
     """The accuracy of the arm that is best on the other seeds, for each seed."""
     out = []
     for seed in SEEDS:
-        means = [sum(arms[n][s] for s in SEEDS if s != seed) for n in names]
+        means = [round(sum(arms[n][s] for s in SEEDS if s != seed), 9) for n in names]
         out.append(arms[names[means.index(max(means))]][seed])
     return out
 
