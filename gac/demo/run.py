@@ -18,6 +18,7 @@ from gac.config import load
 from gac.config.convert import unknown_name_message
 from gac.errors import ConfigError, RunError, writable_folder
 from gac.methods import all_methods
+from gac.methods.teacher import TeacherConfig
 from gac.report import results_table, write_report
 from gac.study.runs import run_all
 from gac.train_config import TrainConfig
@@ -146,7 +147,9 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
     others get a separate set of 256.
     """
     data = {"demos": str(out / "task" / "demos.jsonl")}
-    if all_methods()[name]().sampling(completions=8).demos == "prompt":
+    method = all_methods()[name]()
+    teacher = method.teacher(TeacherConfig())
+    if method.sampling(completions=8).demos == "prompt":
         data = {"prompts": str(out / "task" / "prompts_demos.jsonl")}
     return _config(
         out,
@@ -155,6 +158,8 @@ def method_config(out: Path, base: Path, name: str, seed: int, steps: int) -> Tr
             "model": {"path": str(base)},
             "data": data,
             "method": {"name": name, **demo_fields(name, steps)},
+            # the whole vocabulary: it is smaller than the default
+            "teacher": {"top_k": None} if teacher.active and teacher.candidates else {},
             "run_name": name,
             "optim": {"lr": 2e-4, "betas": [0.9, 0.99], "warmup_steps": 10},
             "steps": steps,

@@ -60,7 +60,7 @@ def check_teacher_model(
         source = "teacher.self=true" if teacher.path is None else f"teacher.path={teacher.path!r}"
         raise ConfigError(
             f"teacher.top_k={teacher.top_k}: the vocabulary of {source} has {size} tokens: use a "
-            "smaller number"
+            "smaller number, or null for all of them"
         )
 
 

@@ -15,7 +15,7 @@ from gac.demo.run import demo_fields
 from gac.errors import ConfigError, RunError
 from gac.methods import METHODS
 from gac.report.reading import flatten
-from gac.train_config import TrainConfig
+from gac.train_config import TrainConfig, teacher_of
 
 TAUGHT = ("opd", "kdrl")
 
@@ -34,7 +34,7 @@ def test_runs_differ_only_in_their_method_and_its_data(name: str) -> None:
         for method in ("grpo", name)
     )
     changed = {k for k in first if not k.startswith("method.") and other.get(k) != first[k]}
-    assert changed <= {"out", "run_name", "data.prompts", "data.demos"}
+    assert changed <= {"out", "run_name", "data.prompts", "data.demos", "teacher.top_k"}
     assert (other["out"], other["steps"], other["seed"]) == (f"o/{name}-2", 80, 2)
     own = METHODS[name]().sampling(8).demos == "prompt"
     assert ("data.demos" in changed) == own
@@ -154,3 +154,10 @@ def test_seeds_of_the_base_model_are_tried_until_one_is_accepted(
     message = r"no base model reached .* in \[0.01, 0.1\] with 2 seeds; see "
     with pytest.raises(RunError, match=message + str(tmp_path)):
         run.make_base(tmp_path, 9, range(2))
+
+
+@pytest.mark.parametrize("name", ["sdft", "sdpg"])
+def test_a_teacher_scores_no_more_tokens_than_the_demo_has(name: str) -> None:
+    config = run.method_config(Path("o"), Path("b"), name, 0, 80)
+    assert teacher_of(config).active
+    assert teacher_of(config).candidates is None
