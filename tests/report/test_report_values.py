@@ -492,6 +492,14 @@ def test_the_last_lines_of_a_run(
     ]
 
 
+def test_the_rewards_of_stored_pairs_say_nothing_about_overfitting(tmp_path: Path) -> None:
+    evals = [{"step": i, "accuracy": 0.1, "ci95": [0.0, 0.2], "prompts": 50} for i in (0, 5)]
+    columns = {"seconds": [1.0] * 5, "reward_mean": [0.5] * 5}
+    settings = {"rollouts": {"function": "gac.rollouts.stored:stored_pairs"}}
+    text = ending(write_run(tmp_path / "run", settings, columns, evals))
+    assert "overfitting" not in text
+
+
 def test_a_run_without_any_reward_says_so(tmp_path: Path) -> None:
     """Nothing can be said about overfitting."""
     evals = [{"step": i, "accuracy": 0.0, "ci95": [0.0, 0.1], "prompts": 50} for i in (0, 5)]
