@@ -239,6 +239,7 @@ def test_a_closed_gate_keeps_measuring_and_reopens(tmp_path, name, gate) -> None
     """At mu = 0, demonstrations do not affect the update, but their gradient is still measured."""
     common = {
         "steps": 6,
+        "seed": 2,  # the gate reopens within the steps
         "reward": "tests.control.test_gate:likeness",
         "rollouts": {"num_prompts": 8, "num_generations": 4, "max_completion_length": 5},
     }

@@ -45,7 +45,7 @@ BIASED = {
     "gradient_parts": 2,
 }
 
-SEED = 1  # with its samples, some prompts are solved and some are not
+SEED = 0  # with its samples, some prompts are solved and some are not
 
 
 def test_every_method_has_golden_values():

@@ -42,6 +42,7 @@ def write_rows(path: Path, data: Any) -> Path:
     for a in range(64):
         row = dict.fromkeys(named, "0")
         row |= {data.prompt_field: f"{a}+1=", data.answer_field: f"{a + 1}"}
+        row |= {"chosen": f"{a + 1}", "rejected": f"{a}"}  # of fixed pairs
         row |= {data.demo_field: f"{a}+1={a + 1}"} if data.demo_field else {}
         row |= {
             key: value if isinstance(value, str) else value[0] for key, value in data.where.items()
