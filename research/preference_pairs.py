@@ -1,8 +1,8 @@
 """Writes a fixed set of preference pairs from a model's responses, as the paper's DPO and IPO use.
 
-Usage: `python -m research.preference_pairs examples/eval/gsm8k_pairs.yaml runs/pairs.jsonl`. The first
-file is a configuration of `gac eval` with one entry in `tasks`: the prompts of the training set,
-several samples, and the model after SFT. Each prompt with a correct and an incorrect response
+Usage: `python -m research.preference_pairs examples/eval/gsm8k_pairs.yaml runs/pairs.jsonl`. The
+first file is a configuration of `gac eval` with one entry in `tasks`: the prompts of the training
+set, several samples, and the model after SFT. Each prompt with a correct and an incorrect response
 becomes a row with all fields of its data and with `chosen` and `rejected` (arXiv 2605.26184,
 appendix on baselines: correct and incorrect solutions of the same prompt). Responses that the
 length limit cut off are left out. An interrupted command continues when it is rerun.
