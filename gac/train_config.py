@@ -31,7 +31,7 @@ from gac.methods.teacher import TeacherConfig
 from gac.methods.teacher_keys import check_teacher
 from gac.models.config import ModelConfig
 from gac.parallel.config import ParallelConfig
-from gac.rollouts.config import RolloutConfig
+from gac.rollouts.config import STORED_PAIRS, RolloutConfig
 from gac.types import Sampling, StepNeeds
 from gac_kernels import LossSpec
 
@@ -221,12 +221,28 @@ class TrainConfig(Checked):
                     f"eval.{name} has no effect without eval.data.prompts: set it, or remove the "
                     "key, or set eval={} for no evaluation"
                 )
+        if rollouts.function == STORED_PAIRS:
+            self._check_pairs(plan)
         group = sum(stage.size for stage in plan.stages) or rollouts.num_generations
         if group + plan.demo_in_group < 2 and needs.rollouts and plan.uses_rewards:
             raise ValueError(
                 f"rollouts.num_generations={rollouts.num_generations}: advantages compare the "
                 "rollouts of a prompt, so a single one has advantage 0 and teaches nothing: use a "
                 "number >= 2"
+            )
+
+    def _check_pairs(self, plan: Sampling) -> None:
+        """Raise ValueError if the method cannot be trained on pairs of responses from the data."""
+        key = f"rollouts.function={STORED_PAIRS!r}"
+        if not plan.pairs:
+            raise ValueError(
+                f"{key}: method {self.method.name!r} needs responses of the policy: use dpo or "
+                "ipo, or rollouts.function=null"
+            )
+        if self.rollouts.num_generations != 2:
+            raise ValueError(
+                f"rollouts.num_generations={self.rollouts.num_generations}: {key} has two "
+                "responses per prompt: use 2"
             )
 
     def _check_average(self) -> None:

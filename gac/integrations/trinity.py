@@ -186,8 +186,9 @@ class GACPolicyLoss(PolicyLossFn):
             rollout_norm=count / ranks,
             demo_norm=demo_tokens / ranks,
         )
+        loss = mixer.scale * out.loss
         if not torch.is_grad_enabled():
-            return out.loss, {}
+            return loss, {}
         mixer.observe(out.moments)
         mixer.weight_rollout_loss(out.rollout_loss)
         mixer.weight_demo_loss(out.demo_loss)
@@ -195,7 +196,7 @@ class GACPolicyLoss(PolicyLossFn):
         log = {"mu": mixer.mu}
         if self.rows_done == rows // ranks:  # the step's last micro-batch, on every rank
             log = self._close(rollout_tokens, demo_tokens)
-        return out.loss, {f"gac/{name}": value for name, value in log.items()}
+        return loss, {f"gac/{name}": value for name, value in log.items()}
 
     def _mixer(self, step: int, demos: int) -> Mixer:
         """The mixer for this step, restored from the previous step after a restart."""

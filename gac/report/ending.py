@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gac.evaluation.table import percent, percent_interval
+from gac.rollouts.config import STORED_PAIRS
 
 from .reading import read_lines, read_run, time_shares
 
-STORED_PAIRS = "gac.rollouts.stored:stored_pairs"  # whose rewards are not the policy's
 GAP = 0.1  # excess of the training reward over the held-out interval that counts as overfitting
 
 
@@ -36,7 +36,7 @@ def ending(folder: Path) -> str:
     lines.append(f"model: {folder / 'model'}" if (folder / "model").is_dir() else f"run: {folder}")
     if rows:
         own = run.config.get("eval", {}).get("reward") in (None, run.config.get("reward"))
-        own &= run.config.get("rollouts", {}).get("function") != STORED_PAIRS
+        own &= run.config.get("rollouts", {}).get("function") != STORED_PAIRS  # not the policy's
         rewards = run.metrics.get("reward_mean", ()) if own else ()
         lines += filter(None, [_overfitting(rows[-1], rewards)])
     lines.append(f"next: gac report {shlex.quote(str(folder))}")

@@ -66,6 +66,10 @@ class VLLMConfig(Checked):
         require(single, "weights", self.weights, "disk, because there are several urls")
 
 
+STORED_PAIRS = "gac.rollouts.stored:stored_pairs"
+"""The `function` that reads pairs of responses from the data."""
+
+
 @dataclass(frozen=True)
 class RolloutConfig(Checked):
     """How rollouts are sampled, how advantages are computed, and which samples are logged."""

@@ -27,7 +27,7 @@ def stored_pairs(prompts: Sequence[Example], engine: Engine) -> list[Rollout]:
     evaluation, responses are sampled.
 
     Raises:
-        ValueError: a row has no such field, or `num_generations` is not 2.
+        ValueError: a row has no such field, or each prompt does not occur twice in a row.
     """
     if engine.evaluates:
         completions = engine.generate([prompt.prompt for prompt in prompts])

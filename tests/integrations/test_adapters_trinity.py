@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from gac.methods import DEFAULT
+from gac.methods.constant import Constant
+from gac.types import Mix, Observation, State
 from tests.integrations.stand_ins import modules
 
 
@@ -222,6 +225,20 @@ def test_micro_batches_sum_to_the_loss_of_the_step(trinity: Any, tmp_path: Path)
     penalized = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=method, kl_coef=2.0)
     expected = 0.75 * (ROLLOUTS / 5 + 2 * (math.exp(-0.5) - 0.5)) + 0.25 * DEMOS / 2
     assert call(penalized, slice(0, 4))[0].item() == pytest.approx(expected, rel=1e-5)
+
+
+@dataclass(frozen=True)
+class Doubled(Constant):
+    """Both terms have the weight 1."""
+
+    def mix(self, state: State, last: Observation) -> tuple[State, Mix]:
+        return state, Mix(0.5, scale=2.0)
+
+
+def test_the_weights_of_a_method_may_have_any_sum(trinity: Any, tmp_path: Path) -> None:
+    loss = trinity.GACPolicyLoss(state_dir=str(tmp_path), method=f"{__name__}:Doubled")
+    value, _ = call(loss, slice(0, 4))
+    assert value.item() == pytest.approx(ROLLOUTS / 5 + DEMOS / 2, rel=1e-6)
 
 
 def test_shaped_demonstrations_have_weight_one(trinity: Any, tmp_path: Path) -> None:

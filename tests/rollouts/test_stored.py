@@ -9,7 +9,7 @@ import pytest
 
 from gac.data import load_prompts
 from gac.data.config import DataConfig
-from gac.errors import RunError
+from gac.errors import ConfigError, RunError
 from gac.rollouts.config import RolloutConfig
 from gac.rollouts.engines import Engine
 from gac.rollouts.generation import SamplingParams
@@ -124,3 +124,18 @@ def test_an_evaluation_samples_its_responses(task, tmp_path) -> None:
     rollouts = own.sample_rollouts(examples, 1)
     greedy = own.generate([example.prompt for example in examples])
     assert [x.completion_ids for x in rollouts] == [tuple(x) for x in greedy]
+
+
+@pytest.mark.parametrize(
+    ("name", "generations", "message"),
+    [
+        ("grpo", 2, "method 'grpo' needs responses of the policy: use dpo or ipo"),
+        ("dpo", 4, "rollouts.num_generations=4: .* has two responses per prompt: use 2"),
+    ],
+)
+def test_pairs_without_effect_are_refused(
+    task, tmp_path, name: str, generations: int, message: str
+) -> None:
+    rollouts = {"function": FUNCTION, "num_prompts": 4, "num_generations": generations}
+    with pytest.raises(ConfigError, match=message):
+        run(task, tmp_path / "run", name, rollouts=rollouts)
