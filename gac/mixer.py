@@ -144,7 +144,7 @@ class Mixer:
             ValueError: this mixer has no teacher.
         """
         if self.teacher is None:
-            raise ValueError("teacher=None: give the mixer a gac.methods.TeacherConfig")
+            raise ValueError("teacher=None: give the mixer a gac.methods.teacher.TeacherConfig")
         self._teacher_losses.append(loss.detach())
         return self.teacher_coef * loss
 
@@ -386,7 +386,7 @@ def resolve_teacher(method: Method, teacher: TeacherConfig) -> TeacherConfig:
             cannot have a teacher; the message names it.
     """
     if not isinstance(teacher, TeacherConfig):
-        raise ValueError(f"teacher={teacher!r}: use a gac.methods.TeacherConfig")
+        raise ValueError(f"teacher={teacher!r}: use a gac.methods.teacher.TeacherConfig")
     for key, default in (("path", None), ("self", False)):
         value = getattr(teacher, key)
         if value != default:

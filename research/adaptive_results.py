@@ -327,12 +327,12 @@ def sentence(found: Table) -> str:
     return (
         f"On a pretrained model of 135 million parameters, an adaptive mu "
         f"{'paid: ' + ', '.join(paid) if paid else 'did not pay'} (eight seeds). Where\n"
-        "demonstrations of a new code turn bad, a schedule that knows the moment gains "
-        f"{_interval(headroom(found, cell))} points over\n"
-        f"the best constant; `gac` without a prior gained {_interval(fast.result)}, and "
-        f"`constant-alarm` {_interval(alarm.result)}\n"
+        "demonstrations of a new code turn bad, a schedule that knows the moment is "
+        f"{_interval(headroom(found, cell))} points above the\n"
+        f"best constant; `gac` without a prior is {_interval(fast.result)}, and `constant-alarm` "
+        f"{_interval(alarm.result)}\n"
         f"(differences of {100 * fast.visible:.0f} and {100 * alarm.visible:.0f} would have been "
-        "seen). In sums, such a schedule gains nothing, and `gac` gained\n"
+        "seen). In sums, such a schedule gains nothing, and `gac` is\n"
         f"{_interval(bad.result)} with bad demonstrations and {_interval(noisy.result)} with noisy "
         "rewards\n([study](../research/adaptive.md)).\n"
     )

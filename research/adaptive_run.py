@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.figures is not None:
         print(draw(study, args.figures))
     else:
-        execute_all(study, runs(task, args.seeds), end)
+        execute_all(study.execute, runs(task, args.seeds), study.results, end)
     return 0
 
 
@@ -429,17 +429,23 @@ def draw(study: Study, folder: Path) -> Path:
     return write_report([folder / arm / "run" for arm in DRAWN], folder)
 
 
-def execute_all(study: Study, todo: Iterator[Run], end: float) -> None:
-    """Execute the runs that have no row yet, and append one row for each, until the time `end`."""
-    done = {key(row) for row in finished(study.results)}
-    study.results.mkdir(parents=True, exist_ok=True)
-    log = Logbook(study.results / "runs.jsonl")
+def execute_all(
+    execute: Callable[[Any], dict[str, Any]], todo: Iterator[Any], results: Path, end: float
+) -> None:
+    """Execute the runs that have no row in `results` yet, until the time `end`.
+
+    execute: returns the raw row of a run, which is appended; it has the run's fields. todo: named
+    tuples.
+    """
+    rows = finished(results)
+    results.mkdir(parents=True, exist_ok=True)
+    log = Logbook(results / "runs.jsonl")
     for run in todo:
-        if run in done:
+        if any(tuple(row[name] for name in run._fields) == run for row in rows):
             continue
         if time.monotonic() > end:
             break
-        log.append(study.execute(run))
+        log.append(execute(run))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ OTHER = ("products", "successors")
 Row = Mapping[str, Any]
 Arm = tuple[str, float]
 """Its name and the learning rate."""
+Columns = Sequence[tuple[str, int]]
+"""Names of evaluated values, and the digits shown."""
 
 
 def complete(rows: Sequence[Row], experiment: str) -> dict[Arm, list[Row]]:
@@ -63,18 +65,27 @@ def interval(values: np.ndarray, digits: int, sign: str = "") -> str:
     return f"{found.mean:{sign}.{digits}f} [{bounds}]"
 
 
-COLUMNS = (("accuracy/sums", 1), ("reverse_kl/sums", 3), ("forward_kl/sums", 3))
+def before(arms: Mapping[Arm, list[Row]], columns: Columns) -> list[tuple[str, ...]]:
+    """The line of the model before training, the same for all arms; none without an arm."""
+    return [
+        ("before", *(f"{at(own[:1], column, 0)[0]:.{digits}f}" for column, digits in columns))
+        for own in list(arms.values())[:1]
+    ]
+
+
+def evaluated_steps(arms: Mapping[Arm, list[Row]]) -> list[int]:
+    """The steps of the evaluations, which are the same for all arms."""
+    return [c["step"] for own in list(arms.values())[:1] for c in own[0]["curve"]]
+
+
+COLUMNS: Columns = (("accuracy/sums", 1), ("reverse_kl/sums", 3), ("forward_kl/sums", 3))
 
 
 def opd_table(rows: Sequence[Row]) -> str:
     """The student before and after each arm, and what the arm changed."""
     arms = complete(rows, "opd")
     head = ("student", "accuracy on sums, %", "KL(student, teacher)", "KL(teacher, student)")
-    lines: list[tuple[str, ...]] = []
-    if arms:
-        start = next(iter(arms.values()))[0]
-        first = [f"{at([start], column, 0)[0]:.{digits}f}" for column, digits in COLUMNS]
-        lines.append(("before", *first))
+    lines = before(arms, COLUMNS)
     for (arm, _), own in arms.items():
         last = [interval(at(own, column, STEPS), digits) for column, digits in COLUMNS]
         lines.append((f"`{arm}`, {len(own)} seeds", *last))
@@ -90,7 +101,7 @@ def opd_table(rows: Sequence[Row]) -> str:
 def opd_curve(rows: Sequence[Row]) -> str:
     """Mean accuracy and divergence of each arm during the run."""
     arms = complete(rows, "opd")
-    steps = [c["step"] for own in list(arms.values())[:1] for c in own[0]["curve"]]
+    steps = evaluated_steps(arms)
     lines = [
         (
             f"`{arm}`",
@@ -112,10 +123,7 @@ def sdft_table(rows: Sequence[Row]) -> str:
     columns += [(f"reverse_kl/{task}", 3) for task in OTHER]
     head = ("run", "accuracy on sums, %", *(f"accuracy on {task}, %" for task in OTHER))
     head += tuple(f"KL to the start on {task}" for task in OTHER)
-    lines: list[tuple[str, ...]] = []
-    if arms:
-        start = next(iter(arms.values()))[0]
-        lines.append(("before", *(f"{at([start], c, 0)[0]:.{digits}f}" for c, digits in columns)))
+    lines = before(arms, columns)
     for (arm, lr), own in arms.items():
         last = [interval(at(own, column, STEPS), digits) for column, digits in columns]
         lines.append((f"`{arm}`, learning rate {lr:g}, {len(own)} seeds", *last))
@@ -133,7 +141,7 @@ def sdft_table(rows: Sequence[Row]) -> str:
 def sdft_curve(rows: Sequence[Row]) -> str:
     """What was learned and forgotten during the run: means over the seeds."""
     arms = complete(rows, "sdft")
-    steps = [c["step"] for own in list(arms.values())[:1] for c in own[0]["curve"]]
+    steps = evaluated_steps(arms)
     lines = []
     for (arm, lr), own in arms.items():
         cells = []

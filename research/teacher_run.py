@@ -34,10 +34,9 @@ from gac.models.config import ModelConfig
 from gac.rows import Row
 from gac.train_config import TrainConfig
 from gac.training import policy
-from gac.training.record import Logbook
 from gac.training.trainer import Trainer
 from research.adaptive_model import answer_logits, is_answer, reduce_vocabulary, share_frozen
-from research.adaptive_run import REWARD, commit, finished
+from research.adaptive_run import REWARD, commit, execute_all
 from research.adaptive_task import SUMS, held_out, rows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "teacher"
@@ -350,19 +349,6 @@ def short(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def execute_all(study: Study, todo: Iterator[Run], results: Path, end: float) -> None:
-    """Execute the runs that have no row yet, and append one row for each, until the time `end`."""
-    done = {key(row) for row in finished(results)}
-    results.mkdir(parents=True, exist_ok=True)
-    log = Logbook(results / "runs.jsonl")
-    for run in todo:
-        if run in done:
-            continue
-        if time.monotonic() > end:
-            break
-        log.append(study.execute(run))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments and run what has no row yet; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m research.teacher_run", description=__doc__)
@@ -376,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + 60 * args.minutes
     if not (args.out / "student" / "tokenizer_config.json").exists():  # the last file written
         write_models(args.model, args.out)
-    execute_all(Study(args.out), runs(), args.results, end)
+    execute_all(Study(args.out).execute, runs(), args.results, end)
     return 0
 
 

@@ -57,7 +57,7 @@ def test_the_program_trains_evaluates_and_continues(study, monkeypatch):
     arms = ("0.02-0.98", "gac", "constant-alarm", "gac-paper", "sft", "grpo")
     todo = [Run("noisy-rewards", arm, 0) for arm in arms]
     todo += [Run("bad-demonstrations", f"yoked-{arm}", 0) for arm in adaptive_run.YOKED]
-    adaptive_run.execute_all(study, iter(todo), math.inf)
+    adaptive_run.execute_all(study.execute, iter(todo), study.results, math.inf)
     found = {adaptive_run.key(row): row for row in adaptive_run.finished(study.results)}
     assert list(found) == todo
     second = regimes("noisy-rewards", 0, STEPS)
@@ -70,7 +70,7 @@ def test_the_program_trains_evaluates_and_continues(study, monkeypatch):
     log.write_text(log.read_text()[:-9])
     executed = []
     monkeypatch.setattr(study, "execute", lambda run: executed.append(run) or found[run])
-    adaptive_run.execute_all(study, iter(todo), math.inf)
+    adaptive_run.execute_all(study.execute, iter(todo), study.results, math.inf)
     assert executed == todo[-1:]
     assert [adaptive_run.key(row) for row in adaptive_run.finished(study.results)] == todo
 

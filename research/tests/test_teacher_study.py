@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Tokenizer
 
 from research import teacher_results, teacher_run
-from research.adaptive_run import finished
+from research.adaptive_run import execute_all, finished
 from research.adaptive_task import SUMS
 from research.teacher_run import ARMS, Run, Study, divergence
 
@@ -45,7 +45,7 @@ def study(tmp_path_factory):
 
 def test_every_arm_runs_and_a_finished_one_is_not_repeated(study, tmp_path):
     todo = [Run(experiment, arm, 1e-3, 0) for experiment in ARMS for arm in ARMS[experiment]]
-    teacher_run.execute_all(study, iter(todo), tmp_path, math.inf)
+    execute_all(study.execute, iter(todo), tmp_path, math.inf)
     rows = finished(tmp_path)
     assert [teacher_run.key(row) for row in rows] == todo
     for row in rows:
@@ -57,7 +57,7 @@ def test_every_arm_runs_and_a_finished_one_is_not_repeated(study, tmp_path):
     assert before[4:] == [before[4]] * 2
     assert before[0]["reverse_kl/sums"] > 0
     assert before[4]["reverse_kl/sums"] == 0
-    teacher_run.execute_all(study, iter(todo), tmp_path, math.inf)
+    execute_all(study.execute, iter(todo), tmp_path, math.inf)
     assert finished(tmp_path) == rows
 
 
