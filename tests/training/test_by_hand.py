@@ -135,7 +135,7 @@ def test_a_checkpoint_is_flushed_to_the_disk_before_and_after_its_rename(tmp_pat
     (tmp_path / ".writing").mkdir()
     files = set(Path("/proc/self/fd").iterdir())
     checkpoint._publish(tmp_path / ".writing", tmp_path / "step-00000001", {"step": 1})
-    assert set(Path("/proc/self/fd").iterdir()) == files
+    assert set(Path("/proc/self/fd").iterdir()) <= files  # other threads may close some
     assert events == [checkpoint.PROGRESS, "rename", tmp_path.name]
 
 
