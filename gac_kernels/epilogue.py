@@ -26,6 +26,8 @@ from torch import Tensor
 
 from . import backends, projection
 from .projection import Head
+from .reference import TwoCalls
+from .shards import ShardedRows
 from .tokens import Index, NeedsGrad, Operands, Scaling, Tokens, TokenTerms, Upstream
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def choose(op: Operands, *, entropy: bool, more_outputs: bool = False) -> Operan
     if reason is not None:
         backends.warn_once(f"GAC_HEAD=epilogue cannot be used here: {reason}; using logits")
         return op
+    if isinstance(op.backend, ShardedRows):
+        return replace(op, backend=EpilogueShard(op.backend, len(op.weight)))
     return replace(op, backend=EpilogueRows(op.backend))
 
 
@@ -60,8 +64,9 @@ def why_not(op: Operands, *, entropy: bool, more_outputs: bool) -> str | None:
     """Why the epilogue head cannot compute a call; None if it can."""
     weight = op.weight
     assert weight is not None
-    if not isinstance(op.backend, ModuleType) or backends.name_of(op.backend) != "triton":
-        return "it needs the Triton backend, one target per token, no shards and no teacher"
+    backend = op.backend.inner if isinstance(op.backend, ShardedRows) else op.backend
+    if not isinstance(backend, ModuleType) or backends.name_of(backend) != "triton":
+        return "it needs the Triton backend, one target per token and no teacher"
     if op.dtype != torch.bfloat16:
         return f"it needs bfloat16, not {op.dtype}"
     if more_outputs:
@@ -90,7 +95,8 @@ def device_error(device: torch.device) -> str | None:
 
 def make_head(op: Operands, needs: NeedsGrad) -> Head:
     """The head of a call, as `choose` has decided."""
-    return EpilogueHead(op, needs) if isinstance(op.backend, EpilogueRows) else Head(op, needs)
+    uses_exponentials = isinstance(op.backend, (EpilogueRows, EpilogueShard))
+    return EpilogueHead(op, needs) if uses_exponentials else Head(op, needs)
 
 
 class EpilogueHead(Head):
@@ -100,7 +106,7 @@ class EpilogueHead(Head):
 
     def __init__(self, op: Operands, needs: NeedsGrad) -> None:
         super().__init__(op, needs)
-        self.targets, self.scaling = op.targets, op.scaling
+        self.targets, self.scaling = op.backend.local(op.targets), op.scaling
         # what a token's row of exponentials is multiplied by
         self._factors = torch.zeros(len(op.rows), dtype=torch.float32, device=op.rows.device)
 
@@ -157,6 +163,10 @@ class EpilogueRows:
     def __init__(self, inner: ModuleType) -> None:
         self.plan, self.scale_, self.reduce = inner.plan, inner.scale_, inner.reduce
 
+    def local(self, targets: Tensor) -> Tensor:
+        """The columns of the targets in the rows of the weight."""
+        return targets
+
     def row_stats(
         self,
         logits: Exponentials,
@@ -197,3 +207,45 @@ class EpilogueRows:
             temperature = spec.temperature if tokens.temperature is None else tokens.temperature
             self.row_grads(logits, tokens.targets, Scaling(temperature, softcap), upstream, out)
         return terms
+
+
+class EpilogueShard(TwoCalls):
+    """Backend (see `backends`) for the exponentials of a vocabulary shard of `width` entries.
+
+    Each rank has its own references. A row's mass is then that of all ranks, relative to the
+    reference of this one.
+    """
+
+    def __init__(self, shard: ShardedRows, width: int) -> None:
+        super().__init__(EpilogueRows(shard.inner))
+        self.shard, self.width = shard, width
+
+    def local(self, targets: Tensor) -> Tensor:
+        """The columns of the targets in this rank's rows of the weight."""
+        return self.shard.local(targets, self.width)
+
+    def row_stats(
+        self,
+        logits: Exponentials,
+        targets: Tensor,
+        scaling: Scaling,
+        *,
+        more_outputs: bool = False,
+    ) -> tuple[Tensor, ...]:
+        assert not more_outputs
+        own = logits.logps, logits.entropy, logits.lse
+        return self.shard.combine(own, targets, self.local(targets))
+
+    def row_grads(
+        self,
+        logits: Exponentials,
+        targets: Tensor,
+        scaling: Scaling,
+        upstream: Upstream,
+        out: Tensor,  # the exponentials, [1, M, V]
+    ) -> None:
+        from .backends.triton.exponentials import finish, widen
+
+        local = self.local(targets)
+        widen(logits, local, upstream)
+        finish(logits, local, scaling, upstream)

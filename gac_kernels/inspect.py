@@ -171,7 +171,7 @@ _EPILOGUES: dict[str, dict[str, bool]] = {
 
 def _epilogue(gradient: bool = True, options: bool = False) -> None:
     """Launch the kernels of `backends.triton.exponentials` on the meta device."""
-    from .backends.triton.exponentials import exponentials, finish
+    from .backends.triton.exponentials import exponentials, finish, widen
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -190,7 +190,9 @@ def _epilogue(gradient: bool = True, options: bool = False) -> None:
         factors=column,
     )
     if gradient:
-        finish(block, targets, scaling, Upstream(column, column, column, column))
+        upstream = Upstream(column, column, column, column)
+        widen(block, targets, upstream)  # only with a sharded vocabulary
+        finish(block, targets, scaling, upstream)
 
 
 def needs_hopper(configuration: Configuration) -> bool:

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import candidates, checks
-from .contract import IGNORE, LossOutput, LossSpec
+from . import checks
+from .contract import LossOutput, LossSpec
 from .loss import Fused, fused_loss
-from .reference import TwoCalls
-from .tokens import Scaling, Upstream
+from .shards import ShardedRows
 
 
 def vocab_parallel_gac_loss(
@@ -121,74 +119,3 @@ def _sizes(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)
     return [int(n) for n in gathered]
-
-
-class ShardedRows(TwoCalls):
-    """Backend (see `backends`) for a vocabulary shard, whose first entry is `start` of `size`."""
-
-    def __init__(
-        self, start: int, size: int, group: dist.ProcessGroup | None, inner: ModuleType
-    ) -> None:
-        super().__init__(inner)
-        self.start, self.size, self.group = start, size, group
-
-    def row_stats(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        scaling: Scaling,
-        *,
-        more_outputs: bool = False,
-    ) -> tuple[Tensor, ...]:
-        assert not more_outputs, "the vocabulary-parallel loss needs no further outputs"
-        local = self._local(targets, logits)
-        own = torch.stack(self.inner.row_stats(logits, local, scaling))
-        # the target's logit, in nats; if all entries here are masked, its log-prob here is nan
-        logit = torch.where(own[2] == -torch.inf, -torch.inf, own[0] + own[2])
-        own[0] = torch.where(local < 0, 0, logit)
-        ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(ranks, own, group=self.group)
-        target, entropy, lse = torch.stack(ranks, 1)
-        total = lse.logsumexp(0)
-        log_share = lse - total
-        share = log_share.exp()
-        # a rank whose entries are all masked has a share of 0 and no entropy
-        mixed = torch.where(share == 0, 0, share * (entropy - log_share)).sum(0)
-        live = targets != IGNORE
-        inside = (targets >= 0) & (targets < self.size)  # a GPU's targets are not checked
-        results = torch.where(inside, target.sum(0) - total, torch.nan), mixed, total
-        return tuple(torch.where(live, x, 0) for x in results)
-
-    def row_grads(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        scaling: Scaling,
-        upstream: Upstream,
-        out: Tensor,
-        *,
-        whole_row: bool = False,
-    ) -> None:
-        assert not whole_row, "a shard has a part of each row"
-        local = self._local(targets, logits)
-        self.inner.row_grads(logits, local, scaling, upstream, out, whole_row=False)
-
-    def candidates(
-        self, logits: Tensor, ids: Tensor, lse: Tensor, scaling: Scaling
-    ) -> candidates.Candidates:
-        """`candidates.candidates` with local ids; every rank gets all log-probabilities."""
-        local = self._local(ids, logits)
-        rows = candidates.candidates(logits, local, lse, scaling)
-        logps = self.all_reduce(torch.where(local == -1, 0, rows.logps))
-        outside = (ids != IGNORE) & ((ids < 0) | (ids >= self.size))
-        return rows._replace(logps=logps.masked_fill_(outside, torch.nan))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self.group)
-        return x
-
-    def _local(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """Local column of each target, -1 if another rank has it, IGNORE without a loss."""
-        local = targets - self.start
-        elsewhere = (local < 0) | (local >= logits.shape[-1])
-        return torch.where(targets == IGNORE, IGNORE, torch.where(elsewhere, -1, local))

@@ -118,6 +118,7 @@ def test_no_shipped_kernel_spills(reports: list[dict[str, Any]]) -> None:
         "reference_kernel",
         "sums_kernel",
         "guard_kernel",
+        "widen_kernel",
         "finish_kernel",
     }
     assert {r["kernel"] for r in reports} == kernels

@@ -14,7 +14,7 @@ from gac_kernels import (
     linear_token_logprobs,
     projection,
     reference,
-    vocab_parallel,
+    shards,
 )
 from gac_kernels.projection import Projection, spans
 from gac_kernels.tokens import BatchInputs
@@ -466,7 +466,7 @@ def test_a_vocabulary_shard_needs_no_copy_of_its_logits(monkeypatch: pytest.Monk
     logits = batch.logits().detach()
     expected = native.row_loss(logits, tokens, LossSpec(), torch.empty_like(logits))
     with PeakMemory() as memory:
-        shard = vocab_parallel.ShardedRows(0, logits.shape[-1], None, native)
+        shard = shards.ShardedRows(0, logits.shape[-1], None, native)
         torch.testing.assert_close(shard.row_loss(logits, tokens, LossSpec(), logits), expected)
     assert memory.peak < logits.nbytes / 20
 

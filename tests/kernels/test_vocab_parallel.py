@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
+import os
 
 import pytest
 import torch
 
+from bench import interpreter
 from gac_kernels import (
     DemoWeight,
     LossSpec,
     TokenMoments,
+    backends,
+    epilogue,
     fused_linear_gac_loss,
+    reference,
     vocab_parallel,
 )
 from gac_kernels.vocab_parallel import vocab_parallel_gac_loss
 from tests import ranks
+from tests.kernels.cases import check, check_grads, require_backend
 
 pytestmark = pytest.mark.dist
 B, T, H, V = 6, 7, 16, 53  # neither 2 nor 3 divides V
@@ -228,3 +234,82 @@ def test_out_of_range_target_is_rejected_or_nan():
         assert loss.isnan()
         assert moments is None
         assert logps[0].isnan().tolist() == [True] * 2 + [False] * 5
+
+
+EPILOGUE_CASES = (
+    "default",
+    "many-options",
+    "shaped",
+    "uneven-chunks",
+    "softcap",
+    "two-passes",
+    "values of sequences",
+    "probability mask",
+)
+
+
+def run_epilogue(data, *cases):
+    """`run_sharded` with the epilogue head, in Triton's interpreter; and the heads of each case."""
+    from gac_kernels.backends.triton import exponentials
+
+    interpreter.emulate_gpu()
+    backends._PREFERRED["cpu"] = backends._PREFERRED["cuda"]
+    exponentials.TILES = exponentials.Tiles(rows=16, columns=64, depth=32, group=2, block=16)
+    os.environ["GAC_HEAD"] = "epilogue"
+    made, init = [], epilogue.EpilogueHead.__init__
+
+    def recorded(self, *arguments):
+        made.append(self)
+        init(self, *arguments)
+
+    epilogue.EpilogueHead.__init__ = recorded
+    shard = shard_of(data)
+    results = []
+    for settings in cases:
+        made.clear()
+        results.append((evaluate(vocab_parallel_gac_loss, **shard | settings), len(made)))
+    return results
+
+
+@functools.cache
+def epilogue_cases():
+    require_backend("triton")
+    cases = [CASES[name] for name in EPILOGUE_CASES]
+    results = ranks.run(run_epilogue, batch(torch.bfloat16), *cases, ranks=2)
+    return dict(zip(EPILOGUE_CASES, zip(*results, strict=True), strict=True))
+
+
+def check_shards(results, data, settings):
+    """Compare the results of all ranks with float64, as far as those of bfloat16 logits."""
+    values, _, truth = run_unsharded(data, settings)
+    settings = {k: x for k, x in settings.items() if k != "chunk_bytes"}
+    _, _, same_dtype = evaluate(reference.fused_linear_gac_loss, **data | settings)
+    d_hidden, *d_heads = zip(*(grads for _, _, grads in results), strict=True)
+    heads = [torch.cat(parts) for parts in d_heads]
+    for (own, _, _), own_d_hidden in zip(results, d_hidden, strict=True):
+        check("loss", own[0], values[0], values[0], extra_rtol=2e-5)
+        check("logps", own[5], values[5], values[5], extra_rtol=1e-5)
+        check("entropy", own[6], values[6], values[6], extra_rtol=2e-5)
+        names, eps = ("hidden", "weight", "bias"), torch.finfo(torch.bfloat16).eps
+        check_grads(names, [own_d_hidden, *heads], same_dtype, truth, extra_rtol=eps)
+
+
+@pytest.mark.parametrize("case", EPILOGUE_CASES)
+def test_the_epilogue_head_of_a_shard(case):
+    results = epilogue_cases()[case]
+    assert [heads for _, heads in results] == [1, 1]
+    data, settings = batch(torch.bfloat16), dict(CASES[case])
+    check_shards([result for result, _ in results], data, settings)
+
+
+def test_the_epilogue_head_of_shards_that_are_far_apart():
+    """One rank has the likeliest entries, by 90 nats or by 200, and the other one the targets."""
+    require_backend("triton")
+    for distance in (90.0, 200.0, -200.0):
+        data = batch(torch.bfloat16)
+        data["bias"][V // 2 + 1 :] += distance
+        data["targets"].clamp_(max=V // 2)
+        # a gradient that is not 0, although the ratio would be clipped
+        settings = {"old_logps": None, "ref_logps": None}
+        results = ranks.run(run_epilogue, data, settings, ranks=2)
+        check_shards([result for ((result, _),) in results], data, settings)

@@ -27,10 +27,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...tokens import Scaling, Upstream
 from . import launch
+from .loss import k3_estimate
 from .softmax import FLOOR, LN2, NO_LOSS, cap, row_scaling, write_zeros
 
 # A row is computed again if its mass is not between these: the reference is then 55 nats from the
 # maximum, and its exponentials or its factor leave the range in which bfloat16 is precise.
+LARGEST_BITS = tl.constexpr(80.0)
 LARGEST, SMALLEST = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)
 
 
@@ -375,6 +377,52 @@ def guard_kernel(
 
 @triton.jit(
     do_not_specialize=["M", "V"],
+    do_not_specialize_on_alignment=["targets", "reference", "target", "results", "entropy", "lse"],
+)
+def widen_kernel(
+    values,  # bfloat16 [M, V]
+    targets,  # int64 [M]
+    reference,  # float32 [M]
+    target,  # float32 [M]
+    results,  # float32 [5, M]: see `store_results`
+    entropy,  # float32 [M]
+    lse,  # float32 [M]
+    M,
+    V,
+    stride_e: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Make the sums of a row, whose columns are a part of the vocabulary, those of the whole row.
+
+    If the whole mass is out of range, the row gets the whole logsumexp as its reference.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + n) != NO_LOSS:
+        c = tl.load(reference + n)
+        bits = tl.load(target + n)
+        log2_mass = tl.load(lse + n) / LN2 - c
+        if log2_mass > LARGEST_BITS:
+            row = values + n * stride_e
+            for start in range(0, V, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                e = tl.load(row + columns, mask=columns < V, other=0.0).to(tl.float32)
+                e *= tl.exp2(-log2_mass)
+                tl.store(row + columns, e.to(tl.bfloat16), mask=columns < V)
+            tl.store(reference + n, c + log2_mass)
+            bits -= log2_mass
+            tl.store(target + n, bits)
+            log2_mass = 0.0
+        mass = tl.exp2(log2_mass)
+        logp = (bits - log2_mass) * LN2
+        logp = tl.where(logp > 0.0, 0.0, logp)  # by rounding
+        tl.store(results + n, mass * k3_estimate(logp)[1])
+        tl.store(results + M + n, mass)
+        tl.store(results + 2 * M + n, logp)
+        tl.store(results + 3 * M + n, tl.load(entropy + n))
+
+
+@triton.jit(
+    do_not_specialize=["M", "V"],
     do_not_specialize_on_alignment=[
         "tokens",
         "factors",
@@ -540,6 +588,28 @@ def exponentials(
         tokens=tokens,
         factors=factors,
     )
+
+
+def widen(
+    rows: Exponentials,
+    targets: Tensor,  # int64 [M]: columns of this shard, negative elsewhere
+    upstream: Upstream,  # [M]: the statistics of the whole rows
+) -> None:
+    """Give the rows of a vocabulary shard the sums of the whole rows, for `finish`."""
+    assert rows.values is not None
+    count, vocab = rows.values.shape
+    arguments = {
+        "values": rows.values,
+        **launch.dense(targets=targets, entropy=upstream.entropy, lse=upstream.lse),
+        "reference": rows.reference,
+        "target": rows.target,
+        "results": rows.rest,  # the first of five consecutive rows
+        "M": count,
+        "V": vocab,
+        "stride_e": rows.values.stride(0),
+        "BLOCK": min(TILES.block, triton.next_power_of_2(vocab)),
+    }
+    launch.Launch(widen_kernel, count, arguments, 4).run(rows.values.device)
 
 
 def finish(
