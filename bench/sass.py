@@ -26,7 +26,9 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 # a loop handles a multiple of this many logits per iteration; other exponentials rescale sums
 _GROUP = 4
 _MAX_LOGITS = 64  # per loop iteration
-_WIDE = r"(?:LDG|STG)\.E\S*\.128|\b(?:global|buffer)_(?:load|store)_dwordx4"
+# LDGSTS copies to shared memory asynchronously
+_WIDE_LOAD = r"\bLDG(?:STS)?\.E\S*\.128|\b(?:global|buffer)_load_dwordx4"
+_WIDE_STORE = r"\bSTG\.E\S*\.128|\b(?:global|buffer)_store_dwordx4"
 
 
 class Block(NamedTuple):
@@ -76,9 +78,10 @@ def _functions(cubin: bytes) -> dict[str, str]:
     return dict(zip(functions[1::2], functions[2::2], strict=True))
 
 
-def wide_accesses(report: Report) -> int:
-    """Number of global loads and stores of 16 bytes per thread."""
-    return len(re.findall(_WIDE, assembly(report)))
+def wide_accesses(report: Report) -> tuple[int, int]:
+    """Numbers of global loads and of global stores of 16 bytes per thread."""
+    code = assembly(report)
+    return len(re.findall(_WIDE_LOAD, code)), len(re.findall(_WIDE_STORE, code))
 
 
 def passes(sass: str, bits: int = 32) -> Passes:

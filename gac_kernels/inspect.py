@@ -71,7 +71,7 @@ _TYPES = {"f": torch.float32, "13__nv_bfloat16": torch.bfloat16, "6__half": torc
 # A name and a `backends.triton.launch.Launch` to compile.
 Configuration = tuple[str, Any]
 
-# Large, medium and small vocabularies cover the tilings; 50257 covers unaligned rows.
+# Large, medium and small vocabularies cover the tilings; 50257 covers rows that are not aligned.
 _ROWS = (
     (151936, torch.bfloat16),
     (151936, torch.float32),
@@ -79,6 +79,8 @@ _ROWS = (
     (50257, torch.bfloat16),
     (2048, torch.float32),
 )
+# Blocks of a head, whose rows are aligned: V, and the distance of the rows.
+_BLOCKS = ((50257, 50304), (100278, 100288))
 _EVERYTHING = LossSpec(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01, demo_weight=DemoWeight.SHAPED)
 _SPECS = {
     "all options": _EVERYTHING,
@@ -121,6 +123,15 @@ def triton_configurations() -> Iterator[Configuration]:
             (name, triton.row_grads, x, *stats, upstream, x),
             (name, triton.scale_, x, column[0]),
             (f"{name}, default", triton.row_loss, x, plain, default, x),
+        ]
+    for vocab, distance in _BLOCKS:
+        buffer = torch.empty(2, 4, distance, device="meta")
+        block, out = (b[..., :vocab] for b in (buffer, buffer.bfloat16()))
+        name = f"V={vocab} in a head, float32 to bfloat16"
+        calls += [
+            (name, triton.row_stats, block, *stats),
+            (name, triton.row_grads, block, *stats, upstream, out),
+            (f"{name}, default", triton.row_loss, block, plain, default, out),
         ]
     wide, to_half = x.float(), "V=151936 float32 to bfloat16"  # x: the first of _ROWS
     shaped = LossSpec(demo_weight=DemoWeight.SHAPED, rollout_reduction="constant", max_tokens=9)

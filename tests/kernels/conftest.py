@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from gac_kernels import backends, reference
 from gac_kernels.backends import cuda
@@ -63,7 +64,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink Triton's tiles, so that a hundred vocabulary entries span two, as real ones do."""
     launch = pytest.importorskip("gac_kernels.backends.triton.launch")
     tile, usual = launch.Tiling(lanes=16, width=4, warps=1, stages=3), launch.tiling
-    monkeypatch.setattr(launch, "tiling", lambda v, dtype: tile if v < 1000 else usual(v, dtype))
+
+    def tiling(logits: Tensor, out: Tensor | None = None) -> Any:
+        return tile if logits.shape[-1] < 1000 else usual(logits, out)
+
+    monkeypatch.setattr(launch, "tiling", tiling)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ import math
 import mmap
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gac_kernels import LossSpec, fused_gac_loss, inspect, token_logprobs
+from gac_kernels import LossSpec, fused_gac_loss, inspect, reference, token_logprobs
 from gac_kernels.backends import triton as backend
 from gac_kernels.backends.triton import launch
 from gac_kernels.tokens import BatchInputs, Scaling, Upstream
@@ -122,7 +123,7 @@ def test_rows_at_any_address_are_read_in_wide_loads(
     stats = token_logprobs(logits, batch.targets, backend="reference")
     storage = torch.full((6, 4, 110), math.nan, dtype=dtype)
     rows = storage[..., offset : offset + 101].copy_(logits.detach()).requires_grad_()
-    monkeypatch.setattr(launch, "unaligned", lambda _: True)
+    monkeypatch.setattr(launch, "peels", lambda _: True)
     out, (grad,) = loss_and_grad(fused_gac_loss, rows, batch, backend="triton")
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad, d_expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
@@ -132,27 +133,103 @@ def test_rows_at_any_address_are_read_in_wide_loads(
 
 
 @pytest.mark.parametrize(
-    ("shape", "offset", "unaligned"),
+    ("shape", "distance", "offset", "peels"),
     [
-        ((2, 3, 8192), 0, False),
-        ((2, 3, 8192), 3, True),
-        ((2, 3, 8193), 0, True),
-        ((2, 3, 8191), 0, False),
+        ((2, 3, 8192), 8192, 0, False),
+        ((2, 3, 8192), 8192, 3, True),
+        ((2, 3, 8193), 8193, 0, True),
+        ((2, 3, 8193), 8208, 0, False),
+        ((2, 3, 8193), 8208, 1, True),
+        ((2, 3, 8200), 8200, 0, True),
+        ((2, 3, 8191), 8191, 0, False),
     ],
-    ids=["aligned", "another address", "odd rows", "small"],
+    ids=["aligned", "another address", "odd", "head", "shifted", "half a multiple", "small"],
 )
-def test_which_rows_are_unaligned(shape: tuple[int, ...], offset: int, unaligned: bool) -> None:
-    storage = torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)
-    assert launch.unaligned(storage[offset:].view(shape)) == unaligned
+def test_which_rows_are_unaligned(
+    shape: tuple[int, int, int], distance: int, offset: int, peels: bool
+) -> None:
+    """The compiler is told only of multiples of 16 elements."""
+    storage = torch.empty(6 * distance + offset, dtype=torch.bfloat16)[offset:]
+    assert launch.peels(storage.view(2, 3, distance)[..., : shape[-1]]) == peels
+
+
+def test_the_distance_of_a_single_batch_does_not_count() -> None:
+    """The kernels do not get it."""
+    rows = torch.empty(65536, dtype=torch.bfloat16)
+    assert launch.aligned(rows.as_strided((1, 2, 9000), (18001, 9008, 1)))
+    assert not launch.aligned(rows.as_strided((2, 2, 9000), (18001, 9008, 1)))
 
 
 def test_tiles_of_the_vocabulary_sizes() -> None:
     """Larger tiles for larger rows, and smaller ones for unaligned rows, with 16 bytes per lane."""
-    sizes = (1, 8191, 8192, 8193, 65520, 65536, 65552, 65537)
-    tiles = [tuple(launch.tiling(size, torch.bfloat16)) for size in sizes]
+
+    def rows(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(1, 2, width, dtype=dtype)
+
+    sizes = (1, 8191, 8192, 8193, 8200, 65520, 65536, 65552, 65537)
+    tiles = [tuple(launch.tiling(rows(size))) for size in sizes]
     small, medium, odd, large = (128, 8, 4, 3), (512, 8, 8, 4), (256, 8, 8, 3), (1024, 8, 16, 6)
-    assert tiles == [small, small, medium, odd, medium, large, large, odd]
-    assert launch.tiling(65536, torch.float32) == (1024, 4, 16, 6)
+    assert tiles == [small, small, medium, odd, odd, medium, large, large, odd]
+    assert launch.tiling(rows(65536, torch.float32)) == (1024, 4, 16, 6)
+
+
+def test_rows_of_a_head_have_the_tiles_of_aligned_rows_for_any_vocabulary() -> None:
+    logits = torch.empty(1, 2, 65600)
+    out = logits.bfloat16()
+    wide, usual = (1024, 4, 16, 6), (256, 4, 8, 3)
+    assert launch.tiling(logits[..., :65537]) == wide
+    assert launch.tiling(logits[..., :65537], out[..., :65537]) == wide
+    assert launch.tiling(logits[..., 1:65538], out[..., :65537]) == usual
+    assert launch.tiling(logits[..., :65537], out[..., 1:65538]) == usual
+    assert launch.tiling(logits[..., :65537], torch.empty(1, 2, 65537)) == usual
+
+
+def in_wider_rows(values: Tensor, distance: int, gap: float) -> Tensor:
+    """A copy of [B, T, V] whose rows are `distance` elements apart, with `gap` between them."""
+    storage = values.new_full((*values.shape[:2], distance), gap)
+    return storage[..., : values.shape[-1]].copy_(values)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "distance"), [(8195, 8208), (65541, 65600)], ids=["medium tile", "large tile"]
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_aligned_rows_of_an_odd_length(vocab: int, distance: int, in_place: bool) -> None:
+    """As in a head's buffers, whose elements between the rows are neither read nor written."""
+    draw = torch.Generator().manual_seed(vocab)
+    dtype = torch.bfloat16 if in_place else torch.float32
+    values = 3 * torch.randn(1, 4, vocab, generator=draw)
+    values[..., -3:] += 9.0  # the last tile has most of a row's sums
+    values = values.to(dtype)
+    targets, scaling = torch.tensor([vocab - 1, 0, -100, 5]), Scaling(0.8)
+    spec = LossSpec(temperature=0.8, entropy_coef=0.1)
+    tokens = reference_plan(
+        BatchInputs(targets[None], torch.tensor([1.5]), torch.tensor([False])), spec
+    )
+    derivatives = torch.randn(2, 4, generator=draw)
+
+    def results(kernels: Any, logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What the three row functions return, and the gradients that two of them write."""
+        stats = kernels.row_stats(logits, targets, scaling)
+        more = kernels.row_stats(logits, targets, scaling, more_outputs=True)
+        upstream = Upstream(stats[2], stats[1], *derivatives.to(stats[2].dtype))
+        kind = torch.float64 if kernels is reference else torch.bfloat16
+        grads = [in_wider_rows(logits.to(kind), distance, 7.0) for _ in range(2)]
+        rows = grads if logits.dtype == kind else [logits, logits]
+        kernels.row_grads(rows[0], targets, scaling, upstream, grads[0])
+        terms = kernels.row_loss(rows[1], tokens, spec, grads[1])
+        return [*stats, *more, *terms], grads
+
+    logits = in_wider_rows(values, distance, math.nan)
+    assert launch.tiling(logits).lanes > 256
+    found, grads = results(backend, logits)
+    expected, exact = results(reference, values.double())
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=1e-5, atol=1e-5)
+    for x, y in zip(grads, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2**-8 + 1e-4, atol=1e-6)
+        between = x.as_strided((4, distance), (distance, 1))[:, vocab:]
+        assert (between == 7.0).all()
 
 
 def test_masked_loads_name_a_value() -> None:

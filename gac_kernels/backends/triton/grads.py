@@ -84,7 +84,7 @@ def row_grads(
     *,
     whole_row: bool = True,
 ) -> None:
-    tile = launch.tiling(logits.shape[-1], logits.dtype)
+    tile = launch.tiling(logits, out)
     arguments = {
         "logits": logits,
         "out": out,

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...tokens import Scaling
 
 BLOCK = 512  # tokens per iteration of a per-token kernel
+LARGE_VOCABULARY = 8192  # from here on, it matters how a row is loaded
 
 
 class Tiling(NamedTuple):
@@ -23,27 +24,27 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(vocab: int, dtype: torch.dtype) -> Tiling:
-    """Choose the tile for rows of `vocab` logits.
+def tiling(logits: Tensor, out: Tensor | None = None) -> Tiling:
+    """Choose the tile for rows of `logits` [B, T, V] and, if given, of their gradient `out`.
 
     A lane's logits fill one 16-byte load, and a thread has two lanes: with four, some compiler
     versions exceed the 64 registers at which two programs of 16 warps fit on a multiprocessor. For
     large rows the stages take 80 KiB, so that only two programs fit (on sm_80 and sm_90): enough
     loads in flight to hide the latency of HBM, and few enough active rows that the gradient's
     second read finds part of its row in the L2 cache. Small rows use fewer warps; otherwise most
-    lanes would idle. Rows whose length is not a multiple of 16 are unaligned and loaded element by
-    element, which takes more registers.
+    lanes would idle. Rows that are not `aligned` are accessed element by element, which takes more
+    registers.
     This is a table and not autotuned: a different tile would sum in a different order, and tuning
     runs would overwrite logits that share their storage with the gradient.
     """
-    width = 16 // dtype.itemsize
-    if vocab % 16 and vocab >= 8192:
+    vocab, width = logits.shape[-1], 16 // logits.dtype.itemsize
+    if vocab < LARGE_VOCABULARY:
+        return Tiling(128, width, 4, 3)
+    if not aligned(logits) or (out is not None and not aligned(out)):
         return Tiling(256, width, 8, 3)
     if vocab >= 65536:
         return Tiling(1024, width, 16, 6)
-    if vocab >= 8192:
-        return Tiling(512, width, 8, 4)
-    return Tiling(128, width, 4, 3)
+    return Tiling(512, width, 8, 4)
 
 
 recorded: list[Launch] = []  # the launches on the meta device, for `gac_kernels.inspect`
@@ -90,12 +91,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def unaligned(logits: Tensor) -> bool:
-    """Whether rows of a large vocabulary may start at addresses that are not multiples of 16."""
-    multiple = 16 // logits.dtype.itemsize
-    strides = logits.stride()[:2]
-    aligned = logits.data_ptr() % 16 == 0 and all(x % multiple == 0 for x in strides)
-    return logits.shape[-1] >= 8192 and not aligned
+def aligned(rows: Tensor) -> bool:
+    """Whether the compiler knows that all rows of [B, T, V] start at multiples of 16 bytes.
+
+    Triton tells it which strides are multiples of 16 elements. The rows of a head's buffers have
+    such a stride, whatever V is; those of a contiguous tensor have stride V.
+    """
+    strides = rows.stride()[1:2] if len(rows) == 1 else rows.stride()[:2]  # as in `geometry`
+    return rows.data_ptr() % 16 == 0 and all(x % 16 == 0 for x in strides)
+
+
+def peels(logits: Tensor) -> bool:
+    """Whether kernels read the first logits of a row separately, up to a multiple of 16 bytes."""
+    return logits.shape[-1] >= LARGE_VOCABULARY and not aligned(logits)
 
 
 def geometry(rows: Tensor, out: Tensor | None = None) -> dict[str, int]:

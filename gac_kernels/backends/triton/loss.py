@@ -505,7 +505,7 @@ def row_loss(
 ) -> TokenTerms:
     count = tokens.targets.numel()
     terms = torch.empty(5, count, dtype=torch.float32, device=logits.device)
-    tile = launch.tiling(logits.shape[-1], logits.dtype)
+    tile = launch.tiling(logits, out)
     temperature = spec.temperature if tokens.temperature is None else tokens.temperature
     arguments = {
         "logits": logits,
@@ -521,7 +521,7 @@ def row_loss(
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
-        "PEEL": launch.unaligned(logits),
+        "PEEL": launch.peels(logits),
     }
     launch.Launch(loss_kernel, count, arguments, tile.warps).run(logits.device)
     return TokenTerms(*terms)

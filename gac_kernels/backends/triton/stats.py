@@ -115,7 +115,7 @@ def row_stats(
     *,
     more_outputs: bool = False,
 ) -> tuple[Tensor, ...]:
-    tile, count = launch.tiling(logits.shape[-1], logits.dtype), targets.numel()
+    tile, count = launch.tiling(logits), targets.numel()
     results = torch.empty(
         6 if more_outputs else 3, count, dtype=torch.float32, device=logits.device
     )
@@ -129,7 +129,7 @@ def row_stats(
         "L": tile.lanes,
         "R": tile.width,
         "STAGES": tile.stages,
-        "PEEL": launch.unaligned(logits),
+        "PEEL": launch.peels(logits),
         "MORE": more_outputs,
     }
     launch.Launch(stats_kernel, count, arguments, tile.warps).run(logits.device)
