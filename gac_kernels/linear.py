@@ -42,6 +42,13 @@ def read_counts(counts: Counts) -> tuple[int, int]:
     return gradient_rows, live_rows
 
 
+def first_rows(head: Head, rows: int) -> int:
+    """How many of a pass's rows enter a GEMM before the host reads which of them it needs."""
+    projection = head.projection
+    early = head.hidden.device.type in ASYNCHRONOUS and projection.stores_logits
+    return min(rows, projection.block) if early else 0
+
+
 def begin(head: Head, order: RowOrder) -> tuple[RowOrder, First | None]:
     """Read the counts of an order, and launch the first GEMM before that if it makes the host wait.
 
@@ -51,8 +58,8 @@ def begin(head: Head, order: RowOrder) -> tuple[RowOrder, First | None]:
     counts, projection = order.counts, head.projection
     if not isinstance(counts, Tensor) or order.tokens is None:
         return order, None
-    first, size = None, min(len(order.tokens), projection.block)
-    if counts.device.type in ASYNCHRONOUS and projection.stores_logits and size:
+    first = None
+    if size := first_rows(head, len(order.tokens)):
         index = order.tokens[:size]
         projection.reserve(size)
         first = First(size, head.logits(head.gather(index, None), index, None))

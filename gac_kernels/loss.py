@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from .contract import IGNORE, LossSpec
 from .epilogue import choose, make_head
-from .linear import begin, blocks, read_counts
+from .linear import begin, blocks, first_rows, read_counts
 from .projection import Gradients, Head, Result, empty_gradient, in_smaller_chunks
 from .reference import (
     TwoCalls,
@@ -36,6 +36,7 @@ from .teacher import TeacherRows
 from .tokens import (
     ASYNCHRONOUS,
     BatchInputs,
+    Counts,
     NeedsGrad,
     Operands,
     RowOrder,
@@ -181,10 +182,11 @@ def _one_pass(
     else:
         if tokens.temperature is not None:
             op = replace(op, temperatures=tokens.temperature)
+        head = make_head(op, needs)
         zero_gradient = functools.partial(has_zero_gradient, tokens, spec) if any(needs) else None
-        order = _order(op, tokens.live, zero_gradient)
+        order = _order(op, head, tokens.live, zero_gradient)
         ordered = tokens if order.tokens is None else tokens.at(order.tokens)
-        head, results = make_head(op, needs), RowResults(op, order, len(TokenTerms._fields))
+        results = RowResults(op, order, len(TokenTerms._fields))
         order, first = begin(head, order)
         for block in blocks(head, order, first):
             terms = op.backend.row_loss(
@@ -222,7 +224,8 @@ def _two_passes(
         head, known = make_head(op, needs), tokens
         if spec.importance_sampling_level == "sequence":  # depends on the tokens of the sequence
             known = tokens.averaged(absolute=True)
-        order = _order(op, tokens.live, functools.partial(has_zero_gradient, known, spec))
+        zero_gradient = functools.partial(has_zero_gradient, known, spec) if any(needs) else None
+        order = _order(op, head, tokens.live, zero_gradient)
         stats, order = _stats_pass(op, head, order)
     logps, entropy, lse = stats
     terms, derivatives = token_gradients(logps, entropy, tokens, spec, any(needs))
@@ -255,17 +258,34 @@ def row_stats(op: Operands, *, more_outputs: bool = False) -> Sequence[Tensor]:
         return op.backend.row_stats(op.rows, op.targets, op.scaling, more_outputs=more_outputs)
     op = choose(op, entropy=False, more_outputs=more_outputs)
     head = make_head(op, NeedsGrad(rows=False, weight=False, bias=False))
-    order = sort_tokens(op.live, None) if op.skips_rows else RowOrder(None, (0, len(op.targets)))
+    if _skips_rows(op, head, gradient=False):
+        order = sort_tokens(op.live, None)
+    else:
+        order = RowOrder(None, (0, len(op.targets)))
     return _stats_pass(op, head, order, more_outputs=more_outputs)[0]
 
 
-def _order(op: Operands, live: Tensor, zero_gradient: Callable[[], Tensor] | None) -> RowOrder:
+def _skips_rows(op: Operands, head: Head, *, gradient: bool) -> bool:
+    """Whether a pass leaves out the rows that need no GEMM.
+
+    Without a gradient there is nothing to leave out if the first GEMM, for which the host does not
+    wait, has all rows.
+    """
+    rows = len(op.targets)
+    if not gradient and first_rows(head, rows) == rows:
+        return False
+    return op.skips_rows(gemms=2 if gradient else 1)
+
+
+def _order(
+    op: Operands, head: Head, live: Tensor, zero_gradient: Callable[[], Tensor] | None
+) -> RowOrder:
     """The order of a pass over the rows of a head.
 
     live: bool [N], the tokens with a loss. zero_gradient: computes which tokens have no gradient,
     bool [N]; None: no token has one.
     """
-    if op.skips_rows:
+    if _skips_rows(op, head, gradient=zero_gradient is not None):
         return sort_tokens(live, None if zero_gradient is None else ~zero_gradient())
     return RowOrder.whole(live, zero_gradient is not None)
 
@@ -299,11 +319,18 @@ class RowResults:
 def _stats_pass(
     op: Operands, head: Head, order: RowOrder, *, more_outputs: bool = False
 ) -> tuple[Sequence[Tensor], RowOrder]:
-    """Compute `row_stats`, and the order with the numbers of its rows."""
+    """Compute `row_stats`, and the order of the gradient pass: the rows that have one."""
     targets, scaling = order.select(op.targets), op.scaling.at(order.tokens)
     results = RowResults(op, order, 6 if more_outputs else 3)
-    order, first = begin(head, order)
-    gradient_rows, live_rows = read_counts(order.counts)
+    rows, first = len(targets), None
+    remaining: Counts
+    if isinstance(order.counts, Tensor) and first_rows(head, rows) == rows:
+        # nothing is left out here, and the gradient pass reads the counts
+        live_rows, remaining = rows, order.counts[:1].expand(2)
+    else:
+        order, first = begin(head, order)
+        gradient_rows, live_rows = read_counts(order.counts)
+        remaining = gradient_rows, gradient_rows
     for block in blocks(head, order._replace(counts=(0, live_rows)), first):
         stats = op.backend.row_stats(
             block.logits,
@@ -312,7 +339,7 @@ def _stats_pass(
             more_outputs=more_outputs,
         )
         results.put(block.tokens, stats)
-    return results.restore(), order._replace(counts=(gradient_rows, gradient_rows))
+    return results.restore(), order._replace(counts=remaining)
 
 
 @in_smaller_chunks
@@ -328,7 +355,7 @@ def row_grads(op: Operands, upstream: Upstream, needs: NeedsGrad) -> Gradients:
     op, live = choose(op, entropy=True), op.live
     d_logps = of_targets(upstream.d_logps, op.targets)
     head = make_head(op, needs)
-    if op.skips_rows:
+    if _skips_rows(op, head, gradient=True):
         nonzero = d_logps != 0 if op.targets.dim() == 1 else (d_logps != 0).any(1)
         used = live & (nonzero | (upstream.d_entropy != 0))
         order = sort_tokens(used, used)

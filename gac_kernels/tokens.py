@@ -119,15 +119,17 @@ class Operands:
             columns += self.targets.shape[1] - 1
         return self.rows.new_zeros(columns, len(self.targets), dtype=self.accum_dtype)
 
-    @property
-    def skips_rows(self) -> bool:
-        """Whether a pass over a head leaves out the rows that need no GEMM."""
+    def skips_rows(self, gemms: int) -> bool:
+        """Whether a pass over a head leaves out the rows that need no GEMM.
+
+        gemms: the number of GEMMs that a row may be left out of.
+        """
         device = self.rows.device
         if self.weight is None or capturing(device):
             return False
         if device.type not in ASYNCHRONOUS:
             return True
-        flops = 4 * self.rows.numel() * (self.vocab_size or len(self.weight))
+        flops = 2 * gemms * self.rows.numel() * (self.vocab_size or len(self.weight))
         return self.wait and flops > WORTH_SKIPPING.get(self.dtype, 0)
 
     @property

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gac_kernels import backends, loss, tokens
+from gac_kernels import backends, linear, loss, tokens
 from gac_kernels.backends.triton import launch
 
 TORCH = str(Path(torch.__file__).parent)
@@ -152,7 +152,7 @@ def trace() -> Iterator[Trace]:
         for name in HOST_READS:
             patch.setattr(torch.Tensor, name, read(name), raising=False)
         patch.setattr(torch.Tensor, "is_cpu", False, raising=False)
-        for module in (loss, tokens):
+        for module in (linear, loss, tokens):
             patch.setattr(module, "ASYNCHRONOUS", {"cpu"})
         patch.setitem(backends._PREFERRED, "cpu", ("triton",))
         patch.setattr(launch.Launch, "run", counted)

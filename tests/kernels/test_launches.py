@@ -8,6 +8,7 @@ import torch
 
 import gac_kernels
 from gac_kernels import LossSpec
+from gac_kernels.tokens import WORTH_SKIPPING
 from tests.device_trace import Trace, trace
 
 pytest.importorskip("triton")
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[int, int], tuple[int, int]]] = {
     ),
     "fused_linear_token_loss": (
         lambda: gac_kernels.fused_linear_token_loss(*HEAD, TARGETS, lambda logps, _: -logps).loss,
-        (35, 2),
+        (36, 2),
         (2, 0),
     ),
     "loss_from_logprobs": (
@@ -79,6 +80,52 @@ def test_launches_and_waits(name: str) -> None:
         torch.autograd.grad(out, leaves, upstream, allow_unused=True)
     assert len(found.launches) <= backward[0], found.summary()
     assert len(found.waits) <= backward[1], found.summary()
+
+
+# waits of the forward pass, and of the backward pass, where skipping rows can pay: if one block has
+# all rows, and if not
+WAITS: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
+    "log-probs": (
+        lambda **options: gac_kernels.linear_token_logprobs(*HEAD, TARGETS, **options)[0],
+        (0, 1),
+        (1, 1),
+    ),
+    "loss": (
+        lambda **options: gac_kernels.fused_linear_gac_loss(*HEAD, *MIXED, mu=0.5, **options).loss,
+        (1, 0),
+        (1, 0),
+    ),
+    "two passes": (
+        lambda **options: (
+            gac_kernels.fused_linear_gac_loss(
+                *HEAD, *ROLLOUTS, spec=SEQUENCE, **OLD, **options
+            ).loss
+        ),
+        (1, 0),
+        (1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("rows", [B * T, B * T - 1], ids=["one block", "two blocks"])
+def test_waits_where_skipping_rows_can_pay(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a gradient, the host waits only if the first GEMM does not have all rows."""
+    monkeypatch.setitem(WORTH_SKIPPING, torch.float32, 0)
+    call, *waits = WAITS[name]
+    forward, backward = waits[rows < B * T]
+    options = {"chunk_bytes": rows * 4 * V}
+    with trace() as found:
+        out = call(**options)
+    assert len(found.waits) == forward, found.summary()
+    with trace() as found:
+        torch.autograd.grad(out, HEAD, torch.ones_like(out))
+    assert len(found.waits) == backward, found.summary()
+    with torch.no_grad(), trace() as found:
+        call(**options)
+    assert len(found.waits) == (rows < B * T), found.summary()
 
 
 def names(found: Trace) -> tuple[list[str], list[str]]:

@@ -264,6 +264,23 @@ def test_a_gpu_skips_rows_where_that_can_pay(monkeypatch: pytest.MonkeyPatch) ->
         assert work.flops == done * NHV
 
 
+def test_a_gpu_skips_rows_without_a_gradient_where_that_can_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only one GEMM leaves rows out."""
+    monkeypatch.setattr("gac_kernels.tokens.ASYNCHRONOUS", {"cpu"})
+    batch = build(Case("work", "", lengths=(8, 2, 2, 0), demos=(0, 0, 0, 0)))
+    at_stake = 4 * 2 * NHV
+    for limit, tokens in ((at_stake - 1, 12), (at_stake, 32)):
+        monkeypatch.setitem(WORTH_SKIPPING, torch.float32, limit)
+        with torch.no_grad(), WorkCounter() as work:
+            linear_token_logprobs(batch.hidden, batch.weight, batch.targets)
+        assert work.flops == tokens * 2 * NHV // 8
+        with torch.no_grad():
+            work, _ = work_of([1.0] * 4, lengths=(8, 2, 2, 0))
+        assert work.flops == tokens * 2 * NHV // 8
+
+
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 def test_nan_hidden_gives_a_nan_loss(advantage: float) -> None:
     batch = build(BY_NAME["defaults"])

@@ -367,6 +367,32 @@ def test_the_first_gemm_is_launched_before_the_counts_are_read(
         torch.testing.assert_close(x, y, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "gemms"), [(16, 2), (8, 1)], ids=["one block", "two blocks"])
+def test_two_passes_read_the_counts_where_they_are_needed(
+    rows: int, gemms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the first block has all rows, the first GEMM of the second pass is launched before."""
+    log = emulate(monkeypatch, torch.float32)
+    monkeypatch.setattr("gac_kernels.linear.ASYNCHRONOUS", {"cpu"})
+    monkeypatch.setattr("gac_kernels.loss.ASYNCHRONOUS", {"cpu"})
+    waits: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: waits.append(len(log)) or tolist(x))
+    targets = torch.randint(V, (2, 8))
+    targets[:, 5:] = -100
+    fused_linear_gac_loss(
+        torch.randn(2, 8, H, requires_grad=True),
+        torch.randn(V, H),
+        targets,
+        torch.ones(2),
+        old_logps=torch.full((2, 8), -4.0),
+        spec=LossSpec(importance_sampling_level="sequence"),
+        chunk_bytes=rows * 4 * V,
+        backend="reference",
+    )
+    assert waits == [gemms]
+
+
 def test_a_block_launches_a_row_kernel_and_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GEMM is not counted; inputs are gathered and results scattered once for all blocks."""
     emulate(monkeypatch, torch.bfloat16)
