@@ -243,6 +243,35 @@ def test_memory_of_half_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower_bound <= memory.peak <= lower_bound + 110_000
 
 
+@pytest.mark.parametrize("devices", [set(), {"cpu"}], ids=["counts first", "GEMM first"])
+@pytest.mark.parametrize(("tokens", "live"), [(5, 5), (13, 13), (30, 3)])
+def test_the_buffer_of_logits_has_no_more_rows_than_a_gemm(
+    tokens: int, live: int, devices: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks of up to 8 rows, as on a GPU: a row of logits takes 600 kB at V = 152064."""
+    log = emulate(monkeypatch, torch.bfloat16)
+    monkeypatch.setattr(projection, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr("gac_kernels.linear.ASYNCHRONOUS", devices)
+    reserved: list[int] = []
+    reserve = Projection.reserve
+
+    def recorded(projection: Projection, rows: int) -> None:
+        reserve(projection, rows)
+        assert projection._logits.storage is not None
+        reserved.append(len(projection._logits.storage))
+
+    monkeypatch.setattr(Projection, "reserve", recorded)
+    hidden = torch.randn(1, tokens, H).bfloat16().requires_grad_()
+    weight, targets = torch.randn(V, H).bfloat16(), torch.randint(V, (1, tokens))
+    targets[:, live:] = -100
+    fused_linear_gac_loss(
+        hidden, weight, targets, torch.ones(1), chunk_bytes=(8 * 4 + 36 * 2) * V, backend="native"
+    )
+    rows = [gemm.shape[0] for gemm in log if gemm.shape[1:] == (H, V)]
+    assert max(rows) == min(tokens if devices else live, 8)
+    assert set(reserved) == {max(rows)}
+
+
 VIEWS = {
     "alias",
     "slice",
