@@ -153,7 +153,8 @@ def _backward_loss(ctx: Any, d_scalars: Tensor | None, *_: Tensor | None) -> tup
         return (None,) * ctx.arguments
     inv_scale, *grads = ctx.saved_tensors
     factor = d_scalars[0] * inv_scale
-    # inductor multiplies in place: nothing else uses the saved gradients
+    # Inductor multiplies in place: nothing else uses the saved gradients. Before an operator that
+    # mutates them, and could leave them alone at 1, it would copy them.
     scaled = [
         (g * factor).to(dtype) if need else None
         for g, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
