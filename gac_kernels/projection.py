@@ -49,8 +49,8 @@ ROW_MULTIPLE = {"cuda": (64, 1024)}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
-# better (that of the weight in its own dtype if one GEMM computed it); None if not needed.
+# Gradients of the rows, in their dtype, of the weight [V, H] in `Projection.sum_dtype`, and of the
+# bias [V] in float32 or better; None if not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -137,11 +137,12 @@ class Projection:
         vocab_size: int | None = None,  # determines the chunk sizes; None: rows of the weight
         *,
         free: int | None = None,  # bytes that may be allocated; None: enough
+        sums: bool = True,  # whether the gradient of the weight takes some of them
         stores_logits: bool = True,  # or only what has the size of their gradient
     ) -> None:
         self.dtype, self.accum_dtype = dtype, COMPUTE_DTYPES[dtype]
         self.gemm_dtype = operand_dtype(weight.device, dtype)
-        self.weight_dtype = weight.dtype
+        self.weight_dtype, self.is_large = weight.dtype, weight.numel() >= NO_SPLIT_K
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
         self.stores_logits = stores_logits
@@ -151,20 +152,17 @@ class Projection:
         weight_size = vocab_size * weight.shape[1]
         budget = chunk_bytes or default_budget(weight.device.type)
         if chunk_bytes is None and free is not None:
-            share = int(FREE_SHARE * (free - 4 * weight_size))
+            taken = self.sum_dtype.itemsize * weight_size if sums else 0
+            share = int(FREE_SHARE * (free - taken))
             budget = max(min(budget, share), smallest_budget(vocab_size, dtype))
         logit_bytes = self.accum_dtype.itemsize if stores_logits else 0
-        sizes = (
+        self.chunk, self.block = chunk_sizes(
+            budget,
             vocab_size,
             weight.shape[1],
             (logit_bytes, self.gemm_dtype.itemsize),
             processors,
         )
-        self.chunk, self.block = chunk_sizes(budget, *sizes)
-        self._largest_chunk = self.chunk
-        if chunk_bytes is None and self.writes_rounded(weight_size):
-            budget += self.accum_dtype.itemsize * weight_size
-            self._largest_chunk = chunk_sizes(budget, *sizes, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
         gradient = Buffer(weight.shape[0], self.gemm_dtype, weight.device)
         self._gradient = gradient if self.rounds else self._logits
@@ -174,22 +172,17 @@ class Projection:
         """Whether the gradient of the logits is rounded to the operands' dtype for the GEMMs."""
         return self.gemm_dtype != self.accum_dtype
 
-    def writes_rounded(self, weight_size: int) -> bool:
-        """Whether a single GEMM can write the rounded gradient of a weight of this size.
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype of the sum of the weight's gradient over the chunks.
 
-        float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32.
+        A large bfloat16 weight has it in bfloat16: each chunk's GEMM adds to it in float32, and
+        rounds the result. That takes no memory beside the result, and trains as well as a float32
+        sum (research/rounded_sums.md). float16 gradients are still scaled
+        (`tokens.scale_for_float16`) and remain in float32.
         """
         halves = self.gemm_dtype == self.weight_dtype == torch.bfloat16
-        return halves and weight_size >= NO_SPLIT_K
-
-    def chunk_rows(self, count: int, weight_gradient: bool) -> int:
-        """Number of rows in each chunk when `count` rows are split into chunks.
-
-        Several chunks need a float32 buffer to sum the gradient of the weight. A single chunk does
-        not, and may use that memory for more rows.
-        """
-        single = weight_gradient and self.chunk < count <= self._largest_chunk
-        return count if single else self.chunk
+        return self.weight_dtype if halves and self.is_large else self.accum_dtype
 
     def reserve(self, rows: int) -> None:
         """Allocate the logits of a block at once, so that a larger block never replaces it."""
@@ -205,9 +198,7 @@ class Projection:
 
     def gradient(self, count: int) -> Tensor:
         """Buffer [M, V] for the gradient of a chunk's logits, in the operands' dtype."""
-        return self._gradient.rows(
-            count, self.chunk if count <= self.chunk else self._largest_chunk
-        )
+        return self._gradient.rows(count, self.chunk)
 
     def logits(self, rows: Tensor, gradient: Tensor | None = None) -> Tensor:
         """Project rows [M, H] to logits [M, V] in float32 or better; the next call overwrites them.
@@ -258,7 +249,8 @@ class Head:
             op.dtype,
             op.chunk_bytes,
             op.vocab_size,
-            free=_free_for(op, needs),
+            free=_free_for(op),
+            sums=needs.weight,
             stores_logits=self.stores_logits,
         )
         # allocated by the first chunk
@@ -289,20 +281,20 @@ class Head:
         """
         return self.projection.logits(rows, out)[None]
 
-    def add(self, index: Index, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+    def add(self, index: Index, rows: Tensor, grad: Tensor) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         if self.needs.weight:
-            self.add_weight(rows, grad, single_chunk=single_chunk)
+            self.add_weight(rows, grad)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
         if self.needs.rows:
             self.add_hidden(index, grad)
 
-    def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
+    def add_weight(self, rows: Tensor, grad: Tensor) -> None:
         """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
         first = self._d_weight is None
         if self._d_weight is None:
-            self._d_weight = self._allocate(single_chunk)
+            self._d_weight = self._allocate()
         multiply(grad.T, rows, self._d_weight, accumulate=not first)
 
     def add_hidden(self, index: Index, grad: Tensor, factors: Tensor | None = None) -> None:
@@ -334,21 +326,19 @@ class Head:
         """Free the buffers and return the gradients of hidden, weight and bias."""
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
-            self._d_weight = self._allocate(single_chunk=False).zero_()
+            self._d_weight = self._allocate().zero_()
         if self.needs.rows and self._d_hidden is None:
             self._d_hidden = torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
         return self._d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
 
-    def _allocate(self, single_chunk: bool) -> Tensor:
-        """Allocate the weight's gradient [V, H]; float32 or better unless one GEMM rounds it."""
+    def _allocate(self) -> Tensor:
+        """Allocate the weight's gradient [V, H]."""
         head = self.projection
-        rounded = single_chunk and head.writes_rounded(head.weight.numel())
-        dtype = head.weight_dtype if rounded else head.accum_dtype
-        return empty_gradient(head.weight.shape, dtype, head.weight.device)
+        return empty_gradient(head.weight.shape, head.sum_dtype, head.weight.device)
 
 
-def _free_for(op: Operands, needs: NeedsGrad) -> int | None:
-    """The free memory for a call's buffers and its sum of the weight's gradient; None: enough.
+def _free_for(op: Operands) -> int | None:
+    """The free memory for a call's buffers and the gradient of its weight; None: enough.
 
     Ranks that share the vocabulary need the same chunks, whatever their memory.
     """
@@ -358,9 +348,7 @@ def _free_for(op: Operands, needs: NeedsGrad) -> int | None:
     fixed = op.chunk_bytes is not None or op.vocab_size is not None
     if device.type != "cuda" or small or fixed or capturing(device):
         return None
-    sums = 4 * weight.numel()
-    free = free_memory(device, int(CHUNK_BYTES["cuda"] / FREE_SHARE) + sums)
-    return free if needs.weight else free + sums
+    return free_memory(device, int(CHUNK_BYTES["cuda"] / FREE_SHARE) + 4 * weight.numel())
 
 
 def in_smaller_chunks(function: Callable[Concatenate[Operands, P], R]) -> Callable[..., R]:
@@ -463,9 +451,8 @@ def chunk_sizes(
     width: int,  # H
     item_bytes: tuple[int, int],  # of a logit, and of its gradient as a GEMM operand
     processors: int,
-    block: int | None = None,
 ) -> tuple[int, int]:
-    """Choose the rows per chunk and the rows per block (unless given) for a memory budget.
+    """Choose the rows per chunk and the rows per block for a memory budget.
 
     Without rounding, the gradient overwrites the logits, so a chunk is a single block. With
     rounding, the budget also includes the rows of hidden and their gradient, because a small
@@ -477,7 +464,7 @@ def chunk_sizes(
         # and the float32 gradient of the rows of hidden
         rows = _whole_tiles(budget // (chunk_row_bytes + 4 * width), BLOCK_ALIGN)
         chunk = max(whole_waves(rows, width, processors), 1)
-        return chunk, block or chunk
+        return chunk, chunk
     row_bytes = logit_bytes * vocab_size
     if logit_bytes == gradient_bytes:
         rows = budget // row_bytes
@@ -486,7 +473,7 @@ def chunk_sizes(
         rows = _whole_tiles(rows, ALIGN) if processors > 1 else _whole_tiles(cpu_rows, CPU_ALIGN)
         return rows, rows
     # about 2 rows of logits for 9 rows of gradients
-    block = block or min(_whole_tiles(4 * budget // (13 * row_bytes), BLOCK_ALIGN), LARGEST_BLOCK)
+    block = min(_whole_tiles(4 * budget // (13 * row_bytes), BLOCK_ALIGN), LARGEST_BLOCK)
     chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
     return max(whole_waves(chunk, width, processors), block), block
 
