@@ -30,10 +30,12 @@ class First(NamedTuple):
     """The logits of the first rows of a pass, launched before their number was read."""
 
     rows: int
-    logits: Any  # [1, M, V]
+    logits: Any  # as in `Block`
 
     def part(self, start: int, stop: int) -> Any:
-        return self.logits[:, start:stop]
+        if isinstance(self.logits, Tensor):
+            return self.logits[:, start:stop]
+        return self.logits.part(start, stop)
 
 
 def read_counts(counts: Counts) -> tuple[int, int]:
@@ -44,16 +46,16 @@ def read_counts(counts: Counts) -> tuple[int, int]:
 
 def first_rows(head: Head, rows: int) -> int:
     """How many of a pass's rows enter a GEMM before the host reads which of them it needs."""
-    projection = head.projection
-    early = head.hidden.device.type in ASYNCHRONOUS and projection.stores_logits
-    return min(rows, projection.block) if early else 0
+    return min(rows, head.projection.block) if head.hidden.device.type in ASYNCHRONOUS else 0
 
 
-def begin(head: Head, order: RowOrder) -> tuple[RowOrder, First | None]:
+def begin(head: Head, order: RowOrder, *, gradient: bool = True) -> tuple[RowOrder, First | None]:
     """Read the counts of an order, and launch the first GEMM before that if it makes the host wait.
 
     Without it, the device would idle from the end of what it has to do until the host has read the
     counts and launched more. Rows of the first block may turn out to have no gradient, or no loss.
+
+    gradient: whether the pass computes gradients.
     """
     counts, projection = order.counts, head.projection
     if not isinstance(counts, Tensor) or order.tokens is None:
@@ -62,7 +64,10 @@ def begin(head: Head, order: RowOrder) -> tuple[RowOrder, First | None]:
     if size := first_rows(head, len(order.tokens)):
         index = order.tokens[:size]
         projection.reserve(size)
-        first = First(size, head.logits(head.gather(index, None), index, None))
+        # exponentials are where their gradient will be
+        in_place = gradient and any(head.needs) and not projection.stores_logits
+        out = projection.gradient(size) if in_place else None
+        first = First(size, head.logits(head.gather(index, None), index, out))
     return order._replace(counts=read_counts(counts)), first
 
 

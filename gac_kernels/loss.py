@@ -328,7 +328,7 @@ def _stats_pass(
         # nothing is left out here, and the gradient pass reads the counts
         live_rows, remaining = rows, order.counts[:1].expand(2)
     else:
-        order, first = begin(head, order)
+        order, first = begin(head, order, gradient=False)
         gradient_rows, live_rows = read_counts(order.counts)
         remaining = gradient_rows, gradient_rows
     for block in blocks(head, order._replace(counts=(0, live_rows)), first):

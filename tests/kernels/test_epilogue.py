@@ -318,6 +318,42 @@ def test_a_gpu_computes_all_rows_of_a_small_batch(
     assert len(heads) == 6
 
 
+@pytest.mark.parametrize("rows", [3, 7, 100])
+@pytest.mark.parametrize("name", ["packed", "k2", "entropy"])
+def test_a_gpu_launches_the_first_gemm_before_it_reads_counts(
+    name: str, rows: int, heads: list, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block may hold rows without a gradient and rows without a loss, of any values."""
+    batch = build(BY_NAME[name], BFLOAT16)
+    batch.advantages[0] = 0  # no gradient, unless of a KL or an entropy
+    settings = {"backend": "triton", "chunk_bytes": chunk_bytes(BY_NAME[name].vocabulary, rows)}
+    expected, d_expected = run_linear(fused_linear_gac_loss, batch, **settings)
+    with torch.no_grad():
+        batch.hidden[batch.targets == -100] = torch.nan
+    for module in ("tokens", "linear", "loss"):
+        monkeypatch.setattr(f"gac_kernels.{module}.ASYNCHRONOUS", {"cpu"})
+    monkeypatch.setattr("gac_kernels.tokens.WORTH_SKIPPING", dict.fromkeys([BFLOAT16], 0))
+    events, compute, tolist = [], exponentials.exponentials, Tensor.tolist
+
+    def exponentials_of(**arguments: object) -> object:
+        events.append("GEMM")
+        return compute(**arguments)
+
+    monkeypatch.setattr(exponentials, "exponentials", exponentials_of)
+
+    def numbers(x: Tensor) -> list:
+        events.extend(["counts"] * (x.shape == (2,)))
+        return tolist(x)
+
+    monkeypatch.setattr(Tensor, "tolist", numbers)
+    ours, d_ours = run_linear(fused_linear_gac_loss, batch, **settings)
+    monkeypatch.undo()
+    assert events[:2] == ["GEMM", "counts"]
+    torch.testing.assert_close(ours.logps, expected.logps, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.entropy, expected.entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(d_ours, d_expected, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_only_the_gradients_that_are_needed(needs: tuple[bool, bool], heads: list) -> None:
     batch = build(BY_NAME["defaults"], BFLOAT16)

@@ -36,6 +36,10 @@ LARGEST_BITS = tl.constexpr(80.0)
 LARGEST, SMALLEST = tl.constexpr(2.0**80), tl.constexpr(2.0**-80)
 
 
+# The sums of an `Exponentials`, [M].
+PER_ROW = ("reference", "target", "rest", "mass", "logps", "entropy", "lse")
+
+
 class Exponentials(NamedTuple):
     """Rows of exponentials, and their sums; float32 [M] unless noted."""
 
@@ -51,6 +55,18 @@ class Exponentials(NamedTuple):
     # what the rows of the tokens are multiplied by, once `finish` has stored it: [N], or [M] of
     # consecutive tokens
     factors: Tensor
+    stride: int  # elements from one of `rest`, `mass`, `logps`, `entropy` and `lse` to the next
+
+    def part(self, start: int, stop: int) -> Exponentials:
+        """Consecutive rows, which share the memory of these."""
+        span = slice(start, stop)
+        vectors = {name: getattr(self, name)[span] for name in PER_ROW}
+        return self._replace(
+            values=None if self.values is None else self.values[span],
+            tokens=None if self.tokens is None else self.tokens[span],
+            factors=self.factors if self.tokens is not None else self.factors[span],
+            **vectors,
+        )
 
 
 class Tiles(NamedTuple):
@@ -376,7 +392,7 @@ def guard_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["M", "V"],
+    do_not_specialize=["stride_r", "V"],
     do_not_specialize_on_alignment=["targets", "reference", "target", "results", "entropy", "lse"],
 )
 def widen_kernel(
@@ -384,10 +400,10 @@ def widen_kernel(
     targets,  # int64 [M]
     reference,  # float32 [M]
     target,  # float32 [M]
-    results,  # float32 [5, M]: see `store_results`
+    results,  # float32 [5, M], rows `stride_r` apart: see `store_results`
     entropy,  # float32 [M]
     lse,  # float32 [M]
-    M,
+    stride_r,
     V,
     stride_e: tl.int64,
     BLOCK: tl.constexpr,
@@ -416,13 +432,13 @@ def widen_kernel(
         logp = (bits - log2_mass) * LN2
         logp = tl.where(logp > 0.0, 0.0, logp)  # by rounding
         tl.store(results + n, mass * k3_estimate(logp)[1])
-        tl.store(results + M + n, mass)
-        tl.store(results + 2 * M + n, logp)
-        tl.store(results + 3 * M + n, tl.load(entropy + n))
+        tl.store(results + stride_r + n, mass)
+        tl.store(results + 2 * stride_r + n, logp)
+        tl.store(results + 3 * stride_r + n, tl.load(entropy + n))
 
 
 @triton.jit(
-    do_not_specialize=["M", "V"],
+    do_not_specialize=["stride_r", "V"],
     do_not_specialize_on_alignment=[
         "tokens",
         "factors",
@@ -442,14 +458,14 @@ def finish_kernel(
     targets,  # int64 [M]
     reference,  # float32 [M]
     target,  # float32 [M]
-    results,  # float32 [5, M]
+    results,  # float32 [5, M], rows `stride_r` apart
     d_logps,  # float32 [M]
     d_entropy,  # float32 [M]
     temperatures,  # float32 [M], or None: those of the next two arguments
     exp2_scale,
     inverse_temperature,
     softcap,  # or None
-    M,
+    stride_r,
     V,
     stride_e: tl.int64,
     BLOCK: tl.constexpr,
@@ -459,7 +475,7 @@ def finish_kernel(
     y = tl.load(targets + n)
     d_logp = tl.load(d_logps + n)
     d_h = tl.load(d_entropy + n)
-    mass = tl.load(results + M + n)
+    mass = tl.load(results + stride_r + n)
     row = values + n * stride_e
     unit = tl.where(d_h == 0, d_logp, tl.maximum(tl.abs(d_logp), tl.abs(d_h)))
     factor = 0.0
@@ -470,7 +486,7 @@ def finish_kernel(
         factor = -unit * inverse_temperature / mass
         on_logp = tl.where(d_h == 0, 1.0, d_logp / unit)
         on_entropy = tl.where(d_h == 0, 0.0, d_h / unit)
-        entropy = tl.load(results + 3 * M + n)
+        entropy = tl.load(results + 3 * stride_r + n)
         if d_h != 0:
             log2_mass = tl.log2(mass)
             for start in range(0, V, BLOCK):
@@ -482,7 +498,7 @@ def finish_kernel(
             tl.debug_barrier()  # the target's entry is written last
         if (y >= 0) & (y < V):
             bits = tl.load(target + n)
-            log_p = tl.maximum(tl.load(results + 2 * M + n), FLOOR * LN2)
+            log_p = tl.maximum(tl.load(results + 2 * stride_r + n), FLOOR * LN2)
             at_target = on_entropy * tl.exp2(bits) * (log_p + entropy)
             at_target -= on_logp * tl.load(results + n)
             if softcap is not None:
@@ -587,6 +603,7 @@ def exponentials(
         lse=lse,
         tokens=tokens,
         factors=factors,
+        stride=count,
     )
 
 
@@ -604,7 +621,7 @@ def widen(
         "reference": rows.reference,
         "target": rows.target,
         "results": rows.rest,  # the first of five consecutive rows
-        "M": count,
+        "stride_r": rows.stride,
         "V": vocab,
         "stride_e": rows.values.stride(0),
         "BLOCK": min(TILES.block, triton.next_power_of_2(vocab)),
@@ -630,7 +647,7 @@ def finish(
         "target": rows.target,
         "results": rows.rest,  # the first of five consecutive rows
         **launch.scaling(scaling),
-        "M": count,
+        "stride_r": rows.stride,
         "V": vocab,
         "stride_e": rows.values.stride(0),
         "BLOCK": min(TILES.block, triton.next_power_of_2(vocab)),
