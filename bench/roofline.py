@@ -130,7 +130,11 @@ def chunks(head: Head) -> int:
     """Number of chunks in which the linear form processes all tokens."""
     budget = projection.default_budget("cuda")
     sizes = head.vocab, head.hidden, (4, 2), PROCESSORS
-    return -(-TOKENS // projection.chunk_sizes(budget, *sizes)[0])
+    several, block = projection.chunk_sizes(budget, *sizes)
+    # a single chunk may use the memory of the float32 sums that it does not need
+    budget += 4 * head.hidden * head.vocab
+    single, _ = projection.chunk_sizes(budget, *sizes, block)
+    return 1 if single >= TOKENS else -(-TOKENS // several)
 
 
 def given_logits(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limits) -> str:
@@ -170,7 +174,7 @@ def linear_form(counts: dict[str, Any], rows: list[dict[str, Any]], limits: Limi
             rates = achievable(limits)
             slower = bound(kernel, head, counts, rates)
             count = chunks(head)
-            traffic = (4 * count - 2) * head.hidden * head.vocab
+            traffic = (2 if count == 1 else 8 * count) * head.hidden * head.vocab
             gemm_ms = 1e3 * flops / limits.flops
             run = find(rows, work="linear", shape=shape, tokens=TOKENS, provider=kernel.provider)
             body.append(
@@ -252,8 +256,8 @@ its gradient in one call. Triton reads a row twice; L2 hits in the second pass a
 In the linear form, the row kernels read a chunk's logits in float32 and write their gradient in
 bfloat16; `stats` runs one GEMM, `loss` three. "time / GEMMs" is the total time relative to the
 GEMMs if nothing overlaps: a lower bound for the target, 1.08 at H = 3584 and 1.15 at H = 1536. The
-traffic of dW in bfloat16 (2 H V bytes for the first chunk, 4 H V for each further one) overlaps
-with the GEMM that causes it.
+traffic of dW (8 H V bytes for each of several chunks, 2 H V for a single one) overlaps with the
+GEMM that causes it.
 
 {sections}"""
 

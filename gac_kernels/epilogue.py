@@ -130,12 +130,12 @@ class EpilogueHead(Head):
             factors=self._factors[index] if tokens is None else self._factors,
         )
 
-    def add(self, index: Index, rows: Tensor, grad: Tensor) -> None:
+    def add(self, index: Index, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk, whose gradient of the logits is `grad` [M, V] times the factors."""
         factors = self._factors[index][:, None]
         if self.needs.weight:
             scaled = torch.mul(rows, factors, out=torch.empty_like(rows))
-            self.add_weight(scaled, grad)
+            self.add_weight(scaled, grad, single_chunk=single_chunk)
         if self.needs.bias:
             self._d_bias += column_sums(grad, factors)
         if self.needs.rows:

@@ -83,7 +83,8 @@ def blocks(
     the backward GEMMs skip the others.
     """
     projection, (gradient_rows, stop) = head.projection, read_counts(order.counts)
-    chunks = [*projection.spans(0, gradient_rows, projection.chunk)]
+    chunk_rows = projection.chunk_rows(gradient_rows, head.needs.weight)
+    chunks = [*projection.spans(0, gradient_rows, chunk_rows)]
     # rows without a gradient of the first block come first
     known = min(first.rows, stop) if first is not None else 0
     known = max(known, gradient_rows)
@@ -105,7 +106,7 @@ def blocks(
             index, rows, grad = compact(nonzero[chunk], index, rows, grad)
         if first is not None and known > gradient_rows:  # its logits are still in their buffer
             yield Block(slice(gradient_rows, known), first.part(gradient_rows, known))
-        head.add(index, rows, grad)
+        head.add(index, rows, grad, single_chunk=gradient_rows <= chunk_rows)
     if first is not None and not chunks and known:
         yield Block(slice(0, known), first.part(0, known))
     for tokens in rest:

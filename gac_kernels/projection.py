@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -41,6 +42,9 @@ BLOCK_ALIGN, LARGEST_BLOCK = 256, 1536
 NO_SPLIT_K = 1 << 24
 
 
+# Values of the environment variable GAC_WEIGHT_SUM.
+WEIGHT_SUMS = ("float32", "bfloat16")
+
 # Rows of a buffer start at multiples of this many elements, so that TMA and 16-byte accesses work
 # for any vocabulary; the number of rows is a multiple of the second number, so that the allocator
 # can reuse their memory although the number of tokens varies.
@@ -49,8 +53,8 @@ ROW_MULTIPLE = {"cuda": (64, 1024)}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Gradients of the rows, in their dtype, of the weight [V, H] in `Projection.sum_dtype`, and of the
-# bias [V] in float32 or better; None if not needed.
+# Gradients of the rows, in their dtype, and of the weight [V, H] and the bias [V], in float32 or
+# better (that of the weight in its own dtype if its GEMMs rounded it); None if not needed.
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -142,7 +146,6 @@ class Projection:
     ) -> None:
         self.dtype, self.accum_dtype = dtype, COMPUTE_DTYPES[dtype]
         self.gemm_dtype = operand_dtype(weight.device, dtype)
-        self.weight_dtype, self.is_large = weight.dtype, weight.numel() >= NO_SPLIT_K
         self.weight = self.operand(weight)
         self.bias = None if bias is None else bias.to(self.dtype).to(self.accum_dtype)
         self.stores_logits = stores_logits
@@ -150,19 +153,28 @@ class Projection:
         self.equal_spans = processors == 1
         vocab_size = vocab_size or weight.shape[0]
         weight_size = vocab_size * weight.shape[1]
+        # float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32
+        halves = self.gemm_dtype == weight.dtype == torch.bfloat16
+        self.writes_rounded = halves and weight_size >= NO_SPLIT_K
+        rounds_sums = self.writes_rounded and sums_are_rounded()
+        self.sum_dtype = weight.dtype if rounds_sums else self.accum_dtype
         budget = chunk_bytes or default_budget(weight.device.type)
         if chunk_bytes is None and free is not None:
             taken = self.sum_dtype.itemsize * weight_size if sums else 0
             share = int(FREE_SHARE * (free - taken))
             budget = max(min(budget, share), smallest_budget(vocab_size, dtype))
         logit_bytes = self.accum_dtype.itemsize if stores_logits else 0
-        self.chunk, self.block = chunk_sizes(
-            budget,
+        sizes = (
             vocab_size,
             weight.shape[1],
             (logit_bytes, self.gemm_dtype.itemsize),
             processors,
         )
+        self.chunk, self.block = chunk_sizes(budget, *sizes)
+        self._largest_chunk = self.chunk
+        if chunk_bytes is None and self.writes_rounded and not rounds_sums and stores_logits:
+            budget += self.accum_dtype.itemsize * weight_size
+            self._largest_chunk = chunk_sizes(budget, *sizes, self.block)[0]
         self._logits = Buffer(weight.shape[0], self.accum_dtype, weight.device)
         gradient = Buffer(weight.shape[0], self.gemm_dtype, weight.device)
         self._gradient = gradient if self.rounds else self._logits
@@ -172,17 +184,14 @@ class Projection:
         """Whether the gradient of the logits is rounded to the operands' dtype for the GEMMs."""
         return self.gemm_dtype != self.accum_dtype
 
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Dtype of the sum of the weight's gradient over the chunks.
+    def chunk_rows(self, count: int, weight_gradient: bool) -> int:
+        """Number of rows in each chunk when `count` rows are split into chunks.
 
-        A large bfloat16 weight has it in bfloat16: each chunk's GEMM adds to it in float32, and
-        rounds the result. That takes no memory beside the result, and trains as well as a float32
-        sum (research/rounded_sums.md). float16 gradients are still scaled
-        (`tokens.scale_for_float16`) and remain in float32.
+        Several chunks of a head with logits need a float32 buffer to sum the gradient of the
+        weight. A single chunk does not, and may use that memory for more rows.
         """
-        halves = self.gemm_dtype == self.weight_dtype == torch.bfloat16
-        return self.weight_dtype if halves and self.is_large else self.accum_dtype
+        single = weight_gradient and self.chunk < count <= self._largest_chunk
+        return count if single else self.chunk
 
     def reserve(self, rows: int) -> None:
         """Allocate the logits of a block at once, so that a larger block never replaces it."""
@@ -198,7 +207,9 @@ class Projection:
 
     def gradient(self, count: int) -> Tensor:
         """Buffer [M, V] for the gradient of a chunk's logits, in the operands' dtype."""
-        return self._gradient.rows(count, self.chunk)
+        return self._gradient.rows(
+            count, self.chunk if count <= self.chunk else self._largest_chunk
+        )
 
     def logits(self, rows: Tensor, gradient: Tensor | None = None) -> Tensor:
         """Project rows [M, H] to logits [M, V] in float32 or better; the next call overwrites them.
@@ -281,20 +292,20 @@ class Head:
         """
         return self.projection.logits(rows, out)[None]
 
-    def add(self, index: Index, rows: Tensor, grad: Tensor) -> None:
+    def add(self, index: Index, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add a chunk: token indices [M], input rows [M, H] and the logits' gradient [M, V]."""
         if self.needs.weight:
-            self.add_weight(rows, grad)
+            self.add_weight(rows, grad, single_chunk=single_chunk)
         if self.needs.bias:
             self._d_bias += grad.sum(0, dtype=self.projection.accum_dtype)
         if self.needs.rows:
             self.add_hidden(index, grad)
 
-    def add_weight(self, rows: Tensor, grad: Tensor) -> None:
+    def add_weight(self, rows: Tensor, grad: Tensor, *, single_chunk: bool) -> None:
         """Add rows [M, H] with the logits' gradient [M, V] to the gradient of the weight."""
         first = self._d_weight is None
         if self._d_weight is None:
-            self._d_weight = self._allocate()
+            self._d_weight = self._allocate(single_chunk)
         multiply(grad.T, rows, self._d_weight, accumulate=not first)
 
     def add_hidden(self, index: Index, grad: Tensor, factors: Tensor | None = None) -> None:
@@ -326,15 +337,17 @@ class Head:
         """Free the buffers and return the gradients of hidden, weight and bias."""
         self.projection.release()  # first: rounding the sums needs memory too
         if self.needs.weight and self._d_weight is None:
-            self._d_weight = self._allocate().zero_()
+            self._d_weight = self._allocate(single_chunk=False).zero_()
         if self.needs.rows and self._d_hidden is None:
             self._d_hidden = torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
         return self._d_hidden, self._d_weight, self._d_bias if self.needs.bias else None
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self, single_chunk: bool) -> Tensor:
         """Allocate the weight's gradient [V, H]."""
         head = self.projection
-        return empty_gradient(head.weight.shape, head.sum_dtype, head.weight.device)
+        rounded = single_chunk and head.writes_rounded
+        dtype = torch.bfloat16 if rounded else head.sum_dtype
+        return empty_gradient(head.weight.shape, dtype, head.weight.device)
 
 
 def _free_for(op: Operands) -> int | None:
@@ -435,6 +448,20 @@ def free_memory(device: torch.device, enough: int) -> int:
     return free
 
 
+def sums_are_rounded() -> bool:
+    """Whether the gradient of a large bfloat16 weight is summed in bfloat16: GAC_WEIGHT_SUM.
+
+    That takes no memory beside the result, but each chunk rounds it (research/rounded_sums.md).
+
+    Raises:
+        ValueError: the environment variable names another dtype.
+    """
+    requested = os.environ.get("GAC_WEIGHT_SUM", "float32")
+    if requested not in WEIGHT_SUMS:
+        raise ValueError(f"GAC_WEIGHT_SUM={requested}: use one of {', '.join(WEIGHT_SUMS)}")
+    return requested == "bfloat16"
+
+
 def default_budget(kind: str) -> int:
     """`CHUNK_BYTES` of a device type."""
     return CHUNK_BYTES.get(kind, CHUNK_BYTES["cuda"])
@@ -451,8 +478,9 @@ def chunk_sizes(
     width: int,  # H
     item_bytes: tuple[int, int],  # of a logit, and of its gradient as a GEMM operand
     processors: int,
+    block: int | None = None,
 ) -> tuple[int, int]:
-    """Choose the rows per chunk and the rows per block for a memory budget.
+    """Choose the rows per chunk and the rows per block (unless given) for a memory budget.
 
     Without rounding, the gradient overwrites the logits, so a chunk is a single block. With
     rounding, the budget also includes the rows of hidden and their gradient, because a small
@@ -464,7 +492,7 @@ def chunk_sizes(
         # and the float32 gradient of the rows of hidden
         rows = _whole_tiles(budget // (chunk_row_bytes + 4 * width), BLOCK_ALIGN)
         chunk = max(whole_waves(rows, width, processors), 1)
-        return chunk, chunk
+        return chunk, block or chunk
     row_bytes = logit_bytes * vocab_size
     if logit_bytes == gradient_bytes:
         rows = budget // row_bytes
@@ -473,7 +501,7 @@ def chunk_sizes(
         rows = _whole_tiles(rows, ALIGN) if processors > 1 else _whole_tiles(cpu_rows, CPU_ALIGN)
         return rows, rows
     # about 2 rows of logits for 9 rows of gradients
-    block = min(_whole_tiles(4 * budget // (13 * row_bytes), BLOCK_ALIGN), LARGEST_BLOCK)
+    block = block or min(_whole_tiles(4 * budget // (13 * row_bytes), BLOCK_ALIGN), LARGEST_BLOCK)
     chunk = max(_whole_tiles((budget - block * row_bytes) // chunk_row_bytes), block)
     return max(whole_waves(chunk, width, processors), block), block
 

@@ -71,7 +71,9 @@ def test_values_and_gradients(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_extra_memory_is_bounded() -> None:
-    """At most the budget and 3% beyond the inputs and the gradients, which are summed in place."""
+    """At most the budget and 3% beyond the inputs, the gradients and the float32 sum of weight
+    gradients.
+    """
     batch = make(8192, 1024, 151936, torch.bfloat16)
     run(fused_linear_gac_loss, batch)
     torch.cuda.synchronize()
@@ -79,18 +81,18 @@ def test_extra_memory_is_bounded() -> None:
     before = torch.cuda.memory_allocated()
     grads = run(fused_linear_gac_loss, batch)[1]
     peak = torch.cuda.max_memory_allocated() - before
-    extra = peak - sum(g.nbytes for g in grads)
+    extra = peak - 4 * batch["weight"].numel() - sum(g.nbytes for g in grads)
     budget = projection.default_budget("cuda")
     assert extra <= 1.03 * budget, f"{extra / 2**20:.0f} MiB"
 
 
-def test_a_sum_in_bfloat16_is_almost_as_accurate_as_one_rounding() -> None:
-    """Every chunk rounds the sum of the weight's gradient once more."""
+def test_a_single_chunk_gradient_is_rounded_once() -> None:
+    """A single chunk writes the weight gradient directly in bfloat16, as accurately as a sum."""
     batch = make(1024, 512, 50257, torch.bfloat16)
     _, single = run(fused_linear_gac_loss, batch)
-    _, chunked = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 128 * 2) * 50257)
+    _, chunked = run(fused_linear_gac_loss, batch, chunk_bytes=(128 * 4 + 256 * 2) * 50257)
     _, truth = run(reference.fused_linear_gac_loss, batch, torch.float64)
-    assert relative(chunked[1], truth[1]) <= 1.5 * relative(single[1], truth[1])
+    assert relative(single[1], truth[1]) <= 1.05 * relative(chunked[1], truth[1])
 
 
 def test_cuda_graph_capture() -> None:

@@ -202,7 +202,7 @@ def test_the_budget_of_a_gpu_follows_its_free_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(projection.CHUNK_BYTES, "meta", 1000 << 20)
     gib, vocab, width = 1 << 30, 151936, 1536
     weight = torch.empty(vocab, width, dtype=torch.bfloat16, device="meta")
-    sums = 2 * weight.numel()  # in bfloat16
+    sums = 4 * weight.numel()
 
     def used(free: int | None) -> int:
         head = projection.Projection(weight, None, torch.bfloat16, free=free)
