@@ -203,23 +203,24 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             cells.append(f"{sum(values) / len(values):.4f}")
             cells += [_difference(values, results, base, i) for base in (EXACT, ONCE)]
         lines.append(cells)
-    differences = ("less float32", "less rounded once")
-    head = ("running sum", "distance", "entropy", *differences, "held-out loss", *differences)
+    differences = ("less float32, 1e-5", "less rounded once, 1e-5")
+    head = ("running sum", "distance, 1e-3", "entropy", *differences, "held-out loss", *differences)
     return markdown_table(head, lines)
 
 
 def _difference(values: list[float], results: dict[str, Any], base: str, i: int) -> str:
-    """The mean difference to an arm's values; empty for the arm itself."""
+    """The mean difference to an arm's values in 1e-5 nats; empty for the arm itself."""
     others = results[base]["after"][str(STEPS)][i]
     if others == values:
         return ""
     difference = paired_difference(values, others)
     low, high = difference.ci95
-    return f"{difference.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+    mean, low, high = (1e5 * x for x in (difference.difference, low, high))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:.3f}"
+    return "" if value is None or math.isnan(value) else f"{1e3 * value:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
