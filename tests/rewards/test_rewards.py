@@ -480,9 +480,14 @@ def test_reading_a_completion_takes_linear_time(read):
     for start, piece in itertools.product(STARTS, PIECES):
         # with the backtick, a fence or a letter before it does not match: every split is tried
         text = f"{start}{piece * ((LENGTH - len(start)) // len(piece))}`"
-        began = time.process_time()
-        read(text)
-        assert time.process_time() - began < 0.3, (start[:9], piece)
+        # a slow moment of the machine does not come three times
+        assert any(cpu_seconds(read, text) < 0.3 for _ in range(3)), (start[:9], piece)
+
+
+def cpu_seconds(function, *arguments):
+    began = time.process_time()
+    function(*arguments)
+    return time.process_time() - began
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])
