@@ -23,6 +23,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from . import backends
 from .contract import COMPUTE_DTYPES
 from .tokens import Index, NeedsGrad, Operands, capturing
 
@@ -156,7 +157,13 @@ class Projection:
         # float16 gradients are still scaled (`tokens.scale_for_float16`) and remain in float32
         halves = self.gemm_dtype == weight.dtype == torch.bfloat16
         self.writes_rounded = halves and weight_size >= NO_SPLIT_K
-        rounds_sums = self.writes_rounded and sums_are_rounded()
+        rounds_sums = sums_are_rounded()
+        if rounds_sums and not self.writes_rounded and weight_size >= NO_SPLIT_K:
+            backends.warn_once(
+                "GAC_WEIGHT_SUM=bfloat16 has no effect here: it needs a bfloat16 weight, and GEMMs "
+                "in bfloat16 on a GPU; using float32"
+            )
+        rounds_sums &= self.writes_rounded
         self.sum_dtype = weight.dtype if rounds_sums else self.accum_dtype
         budget = chunk_bytes or default_budget(weight.device.type)
         if chunk_bytes is None and free is not None:

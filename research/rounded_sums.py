@@ -2,8 +2,8 @@
 
 `python -m research.rounded_sums --data DIR` trains SmolLM2-135M-Instruct, whose head is tied to its
 embeddings, on the solutions of GSM8K. Its arms see the same batches and differ only in how the
-gradient of the head's weight is added up over the chunks of a batch. It trains the arms that
-research/results/rounded_sums.jsonl lacks, and writes the table of research/rounded_sums.md.
+gradient of the head's weight is added up over the chunks of a batch. It trains the arms whose
+results or weights are missing, and writes the table of research/rounded_sums.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "rounded_sums.md", HERE / "results" / "rounded_sums.jsonl"
 STEPS, ROWS, HELD_OUT, WARM_UP, LEARNING_RATE = 150, 2, 32, 20, 5e-5
 CACHED = 1024  # entries of the vocabulary at a time
-CHUNKS = 12  # of 32,768 tokens at the head of Qwen2.5-7B, in 1000 MiB
+CHUNKS = 12  # of 32,768 tokens in 1000 MiB, at the head of Qwen2.5-7B by `gac_kernels.epilogue`
 
 
 class Arm(NamedTuple):
@@ -183,9 +183,9 @@ def distances(weights: Path) -> dict[str, float]:
         return torch.cat([x.flatten() for x in state.values()])
 
     start = AutoModelForCausalLM.from_pretrained(str(fetch_model()), dtype=torch.float32)
-    origin_ = torch.cat([x.flatten() for x in start.state_dict().values()])
+    initial = torch.cat([x.flatten() for x in start.state_dict().values()])
     exact = load(weights / f"{EXACT}.pt")
-    length = (exact - origin_).norm()
+    length = (exact - initial).norm()
     return {
         name: ((load(weights / f"{name}.pt") - exact).norm() / length).item()
         for name in ARMS
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.weights.mkdir(parents=True, exist_ok=True)
         torch.set_num_threads(1)
         for name in ARMS:
-            if name not in results:
+            if name not in results or not (options.weights / f"{name}.pt").exists():
                 results[name] = train(name, options.data, options.weights)
                 _write(results)
         for name, distance in distances(options.weights).items():

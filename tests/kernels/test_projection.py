@@ -490,9 +490,12 @@ def test_bfloat16_sums_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used = 4 * large.block * sizes[0] + 2 * large.chunk * (sizes[0] + 2 * sizes[1])
     assert 0.9 * (1000 << 20) < used <= 1000 << 20
     assert head(101, 24, torch.bfloat16).sum_dtype == torch.float32  # small: see NO_SPLIT_K
+    backends.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="GAC_WEIGHT_SUM=bfloat16 has no effect here"):
+        assert head(*sizes[:2], torch.float32).sum_dtype == torch.float32
     monkeypatch.setenv("GAC_WEIGHT_SUM", "half")
     with pytest.raises(ValueError, match="GAC_WEIGHT_SUM=half: use one of float32, bfloat16"):
-        head(*sizes)
+        head(101, 24)
 
 
 def test_rows_are_aligned_and_sizes_repeat_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -613,20 +613,8 @@ def widen(
     upstream: Upstream,  # [M]: the statistics of the whole rows
 ) -> None:
     """Give the rows of a vocabulary shard the sums of the whole rows, for `finish`."""
-    assert rows.values is not None
-    count, vocab = rows.values.shape
-    arguments = {
-        "values": rows.values,
-        **launch.dense(targets=targets, entropy=upstream.entropy, lse=upstream.lse),
-        "reference": rows.reference,
-        "target": rows.target,
-        "results": rows.rest,  # the first of five consecutive rows
-        "stride_r": rows.stride,
-        "V": vocab,
-        "stride_e": rows.values.stride(0),
-        "BLOCK": min(TILES.block, triton.next_power_of_2(vocab)),
-    }
-    launch.Launch(widen_kernel, count, arguments, 4).run(rows.values.device)
+    given = launch.dense(targets=targets, entropy=upstream.entropy, lse=upstream.lse)
+    launch_on_rows(widen_kernel, rows, given)
 
 
 def finish(
@@ -636,20 +624,23 @@ def finish(
     upstream: Upstream,  # [M]
 ) -> None:
     """Turn exponentials into gradients of logits, up to a factor that is stored for each token."""
+    derivatives = {"d_logps": upstream.d_logps, "d_entropy": upstream.d_entropy}
+    given = launch.dense(tokens=rows.tokens, targets=targets, **derivatives)
+    launch_on_rows(finish_kernel, rows, given | {"factors": rows.factors} | launch.scaling(scaling))
+
+
+def launch_on_rows(kernel: Any, rows: Exponentials, given: dict[str, Any]) -> None:
+    """Launch a kernel with a program per row, which changes the exponentials."""
     assert rows.values is not None
     count, vocab = rows.values.shape
-    given = {"d_logps": upstream.d_logps, "d_entropy": upstream.d_entropy}
     arguments = {
         "values": rows.values,
-        **launch.dense(tokens=rows.tokens, targets=targets, **given),
-        "factors": rows.factors,
         "reference": rows.reference,
         "target": rows.target,
         "results": rows.rest,  # the first of five consecutive rows
-        **launch.scaling(scaling),
         "stride_r": rows.stride,
         "V": vocab,
         "stride_e": rows.values.stride(0),
         "BLOCK": min(TILES.block, triton.next_power_of_2(vocab)),
     }
-    launch.Launch(finish_kernel, count, arguments, 4).run(rows.values.device)
+    launch.Launch(kernel, count, arguments | given, 4).run(rows.values.device)
